@@ -12,6 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+from tests.helpers.tenths import TENTHS, chosen_tenth, split
+
+# Every run draws other examples: a few of each property are enough, many runs try many.
+settings.register_profile("few", max_examples=25)
+settings.load_profile("few")
 
 # until all is collected: thousands of tests and torch are a heap that a third of the collection
 # went into walking
@@ -42,12 +49,17 @@ os.environ["XDG_CONFIG_HOME"] = _settings.name
 os.environ.pop("COLUMNS", None)  # Tables are as wide as a terminal says; the tests have none.
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts files that start several processes first in each of two halves, one for each worker.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out all but a tenth where one is asked for, and orders the tests.
 
-    A fork copies the tables of the pages of its worker, which grow with every test: a fifth of what
+    Files that start several processes are first in each of two halves, one for each worker. A fork
+    copies the tables of the pages of its worker, which grow with every test: a fifth of what
     the executor's tests take. A file stays whole, so that its fixtures are made once.
     """
+    commit = config.getoption("--tenth")
+    if commit is not None:
+        items[:], left_out = split(items, chosen_tenth(commit))
+        config.hook.pytest_deselected(items=left_out)
     forking = {item.path for item in items if item.get_closest_marker("multiproc")}
     sizes = collections.Counter(item.path for item in items)
     halves = dict.fromkeys(sizes, 0)
@@ -70,6 +82,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite tests/golden/ with what the code says now",
     )
+    parser.addoption(
+        "--tenth",
+        metavar="COMMIT",
+        help="of the selected tests, run the tenth that a commit id chooses",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    commit = config.getoption("--tenth")
+    if commit is None:
+        return []
+    return [f"tenth {chosen_tenth(commit)} of 0 to {TENTHS - 1}, chosen by {commit}"]
 
 
 @pytest.fixture

@@ -64,6 +64,7 @@ def test_nothing_that_an_attack_finds_is_beyond_the_stated_gap(request_: Request
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_leaner_than_the_least_redundant_plan() -> None:
     outcome = attacked(
         replace(tiny(pp=(1, 2), tp=(1,)), objective=Objective.MEMORY), EVALUATIONS, seed=0
@@ -72,6 +73,7 @@ def test_nothing_is_leaner_than_the_least_redundant_plan() -> None:
     assert not outcome.beyond, outcome.how
 
 
+@pytest.mark.slow
 def test_an_attack_prices_the_plan_as_it_was_priced_and_finds_what_is_better_than_a_bad_one() -> (
     None
 ):

@@ -23,7 +23,7 @@ from benchmarks.commands.fuzzing.verdicts import judge
 from parplan.planner.plan.plan import PLAN_VERSION
 from tests.helpers.cases import mostly_slow
 
-INPUTS, ALL_INPUTS = 10, 100
+INPUTS = 100
 SLOW = ("family-yaml", "command-line", "surroundings")  # searches: the benchmark runs them
 TINY = "--model gpt-tiny --gpus 2 --gpu cpu"
 
@@ -36,10 +36,25 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory, server) -> Seeds:
-    made = Seeds(tmp_path_factory.mktemp("seeds"))
-    for name in sorted(made.missing(name for kind in without_torch() for name in kind.needs)):
-        made.make(name, server)
-    return made
+    """Seeds that are made when a test asks for them."""
+    return _Asked(tmp_path_factory.mktemp("seeds"), server)
+
+
+class _Asked(Seeds):
+    def __init__(self, folder: Path, server: Server) -> None:
+        super().__init__(folder)
+        self._server = server
+
+    def content(self, name: str) -> bytes:
+        self.make(name, self._server)
+        return super().content(name)
+
+
+@pytest.fixture(scope="module")
+def all_seeds(seeds, server) -> Seeds:
+    for name in sorted(seeds.missing(name for kind in without_torch() for name in kind.needs)):
+        seeds.make(name, server)
+    return seeds
 
 
 def without_torch() -> list[fuzzed.Kind]:
@@ -56,17 +71,17 @@ def _needed(kind: fuzzed.Kind) -> set[str]:
     return Seeds(Path("nowhere")).missing(kind.needs)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("count", [INPUTS, pytest.param(ALL_INPUTS, marks=pytest.mark.slow)])
 def test_no_mutated_file_ends_in_a_traceback_and_no_plan_that_does_not_fit_together_is_read(
-    seeds, count
+    all_seeds,
 ):
     failures = []
 
     run(
-        numbers(count, without_torch()),
+        numbers(INPUTS, without_torch()),
         0,
-        seeds,
+        all_seeds,
         1,
         lambda result: failures.append(result) if result.verdict.failure else None,
     )
@@ -79,11 +94,11 @@ def test_no_mutated_file_ends_in_a_traceback_and_no_plan_that_does_not_fit_toget
 
 
 @pytest.mark.slow
-def test_the_same_seed_makes_the_same_inputs_and_another_seed_others(seeds):
+def test_the_same_seed_makes_the_same_inputs_and_another_seed_others(all_seeds):
     for kind in without_torch():
-        assert fuzzed.build(kind, 3, 0, seeds) == fuzzed.build(kind, 3, 0, seeds)
-    assert [fuzzed.build(kind, 3, 0, seeds).files for kind in without_torch()] != [
-        fuzzed.build(kind, 3, 1, seeds).files for kind in without_torch()
+        assert fuzzed.build(kind, 3, 0, all_seeds) == fuzzed.build(kind, 3, 0, all_seeds)
+    assert [fuzzed.build(kind, 3, 0, all_seeds).files for kind in without_torch()] != [
+        fuzzed.build(kind, 3, 1, all_seeds).files for kind in without_torch()
     ]
 
 
@@ -111,7 +126,7 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("name", DESCRIBED)
+@pytest.mark.parametrize("name", mostly_slow(DESCRIBED, list(DESCRIBED)[:2]))
 def test_the_oracle_finds_nothing_wrong_with_a_plan_as_it_was_made(seeds, name):
     assert problem_of(seeds.tree(name)) == ""
 

@@ -9,11 +9,12 @@ from parplan.commands.requests.machine import DEFAULT_STACK
 from parplan.planner.request import SearchOptions
 from parplan.planner.search.price_factory import DescribedFactory
 from parplan.planner.search.search_session import SearchSession
+from tests.helpers.cases import named
 
 SMALL = next(maker for maker in MAKERS if maker.model == "gpt-oss-120b")
 
 
-@pytest.mark.parametrize("maker", MAKERS, ids=lambda maker: maker.model)
+@pytest.mark.parametrize("maker", named({maker.model: maker for maker in MAKERS}, {SMALL.model}))
 def test_a_published_configuration_is_one_candidate(maker):
     request = request_for(maker, DEFAULT_STACK)
     degrees = maker.pp * maker.tp * maker.cp

@@ -51,6 +51,7 @@ def rows_of(document, comparison):
     return [row for row in document["rows"] if row["comparison"] == comparison]
 
 
+@pytest.mark.slow
 def test_every_baseline_and_technique_has_a_row(document):
     best, *same = (rows_of(document, name) for name in document["summaries"][0]["speedup"])
 

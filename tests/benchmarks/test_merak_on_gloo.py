@@ -83,6 +83,7 @@ def virtual(monkeypatch):
     monkeypatch.setattr(artificial_times, "DelayedMessages", VirtualMessages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pp", "micro_batches", "sooner"),
     [

@@ -39,6 +39,7 @@ def test_a_search_without_a_plan_has_no_gain():
     assert gain_text(OPTIONS["lists"], of_step(1.0), none) == "no plan in time"
 
 
+@pytest.mark.slow
 def test_pins_narrow_the_search_of_the_own_executor():
     target = TargetOptions(model="gpt-1.5b", gpus=2, gpu="v100-32gb", global_batch_size=4)
     whole = best_plan(target, PinOptions(), 60)

@@ -98,6 +98,7 @@ def test_less_usable_memory_holds_less():
     assert patrickstar.closed_largest(each, 0.8) < patrickstar.closed_largest(each, 0.9)
 
 
+@pytest.mark.slow
 def test_opt_moves_no_more_than_lru_and_fifo_and_room_never_moves_more():
     table = patrickstar.eviction("gpt-1b", rooms=(0, 0.25))
     moved = {row[:3]: [float(cell) for cell in row[3:]] for row in table.rows}

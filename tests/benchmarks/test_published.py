@@ -107,6 +107,7 @@ def test_a_row_without_a_micro_batch_stands_for_all_of_its_mesh(request_20b):
     }
 
 
+@pytest.mark.slow
 def test_the_first_candidate_is_the_plan_of_the_search(small, candidates):
     plan = find_plan(*question_of(small))
 

@@ -24,6 +24,7 @@ def test_no_random_layout_is_better_than_the_plan_by_more_than_its_gap(seed, tmp
     assert comparison.better == "", str(comparison.request)
 
 
+@pytest.mark.slow
 def test_a_plan_that_a_layout_beats_is_reported(tmp_path, monkeypatch):
     request = small_request(1, tmp_path)
     plan = searched(replace(request, pins=Constraints(recompute=(Recompute.FULL,), pp=(2,))))

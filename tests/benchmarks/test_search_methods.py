@@ -59,6 +59,7 @@ def test_the_reference_says_its_gap_to_its_bound():
     assert proven_row(RESULTS, CASE)[3:] == ("10.000", "1.00 %", "3.0")
 
 
+@pytest.mark.slow
 def test_the_page_keeps_its_text_and_the_picture_is_drawn(tmp_path):
     results = [
         *RESULTS,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.prices import token_table
 
 
+@pytest.mark.slow
 def test_on_one_gpu_the_model_fits_only_with_its_table_on_the_host():
     here, there = token_table.rows_of(*token_table.NODES[0])
 
@@ -13,6 +16,7 @@ def test_on_one_gpu_the_model_fits_only_with_its_table_on_the_host():
     assert there[3] == "host"
 
 
+@pytest.mark.slow
 def test_a_tied_table_on_the_host_makes_room_for_larger_micro_batches_on_one_gpu():
     here, there = token_table.rows_of(*token_table.TIED_NODES[0], tied=True)
 

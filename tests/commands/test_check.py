@@ -101,6 +101,7 @@ def test_a_plan_that_is_as_predicted_is_said_to_match(tmp_path):
     assert "each stage" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_says_by_how_much_and_exits_with_3(tmp_path):
     result = run(with_memory(tiny(), MIB), tmp_path, "--json")
 
@@ -127,6 +128,7 @@ def test_placements_that_have_no_price_are_an_error_before_anything_runs(tmp_pat
     assert "it names nothing, the layer has" in result.stderr
 
 
+@pytest.mark.slow
 def test_only_the_ranks_that_were_asked_for_are_run(tmp_path):
     body = json.loads(run(tiny(pp=2, dp=1), tmp_path, "--rank", "1", "--json").stdout)
 
@@ -177,6 +179,7 @@ def test_without_torch_the_hint_says_what_to_install(tmp_path, monkeypatch):
     assert "hint: pip install 'parplan[torch]'" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_shrunk_plan_trains_as_one_process_does(tmp_path):
     result = run(tiny(), tmp_path, "--execute")
 
@@ -196,6 +199,7 @@ def test_the_shrunk_plan_trains_with_its_own_optimizer(tmp_path):
     assert "(tolerance 5e-05)" in result.stdout  # the products of Muon run in bf16
 
 
+@pytest.mark.slow
 def test_a_rank_that_weighs_its_loss_wrongly_does_not_pass(tmp_path, monkeypatch):
     right = pipeline._mean_loss
     monkeypatch.setattr(pipeline, "_mean_loss", lambda *args: 1.001 * right(*args))
@@ -287,6 +291,7 @@ def test_a_host_that_is_too_small_does_not_fit_and_its_bytes_are_a_class():
 UNTIED = dataclasses.replace(load_model("gpt-tiny").spec, tied_embeddings=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choices", "exact"),
     [
@@ -333,6 +338,7 @@ def test_a_dry_run_counts_what_the_host_holds(tmp_path, choices, exact):
         assert predicted["host"] < found["host"] < 1.5 * predicted["host"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", mostly_slow(range(4), {3}))
 def test_a_tied_table_on_the_host_is_sent_as_predicted(tmp_path, zero):
     plan = tiny(stack=load_stack("parplan"), zero=zero, offload=(Offload.LOOKUP,))
@@ -404,6 +410,7 @@ def pool_files(tmp_path) -> list[str]:
     return [str(tmp_path / f"{name}.yaml") for name in plans]
 
 
+@pytest.mark.slow
 def test_plans_of_pools_are_checked_one_by_one_with_their_sequences(pool_files):
     result = CliRunner().invoke(cli.main, ["check", *pool_files])
 

@@ -121,6 +121,7 @@ def test_what_does_not_fit_together_is_said(options, message):
     assert message in " ".join(fail(2, "estimate", *ASKED, *options).split())
 
 
+@pytest.mark.slow
 def test_blocks_used_an_operator_at_a_time_are_in_the_file_the_check_and_the_moments(tmp_path):
     path = tmp_path / "plan.yaml"
     more = ("--recompute", "full", "--chunk-access", "operator", "-o", str(path))
@@ -229,6 +230,7 @@ def test_check_prices_the_chunks_again_and_compares_them_with_the_file(plan_file
     assert "the host of a node has too little memory for what the plan keeps there" in result.stdout
 
 
+@pytest.mark.slow
 def test_show_draws_the_moments(plan_file, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "moments.svg"
@@ -280,6 +282,7 @@ def test_show_of_a_run_has_what_chunks_moved_beside_what_was_predicted(
     )
 
 
+@pytest.mark.slow
 def test_check_compares_the_chunks_of_a_traced_module_with_the_file(tmp_path):
     path = tmp_path / "plan.yaml"
     source = ("--model", "tests.helpers.traced_modules:unlike", "--trace", "--seq-length", "16")

@@ -19,6 +19,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_plan_is_set_beside_the_best_of_another_machine(plan_file: str, tmp_path: Path) -> None:
     run = CliRunner().invoke(main, ["diff", plan_file, "--gpu", "h100-80gb", "--json"])
     assert run.exit_code == 0, run.output

@@ -29,6 +29,7 @@ def test_a_plan_is_explained_in_sentences(plan_file: str) -> None:
     assert "Twice the GPUs buys" in run.stdout
 
 
+@pytest.mark.slow
 def test_options_of_operators_are_refused_beside_a_plan(plan_file: str) -> None:
     run = CliRunner().invoke(main, ["explain", plan_file, "--operator", "fc1"])
     assert run.exit_code == 2

@@ -20,6 +20,7 @@ from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 TINY = ["--model", "gpt-1.5b", "--gpus", "8", "--pp", "1", "--tp", "1", "--micro-batch-size", "8"]
 
 
+@pytest.mark.slow
 def test_a_plan_says_its_goodput_where_failures_are_stated(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.yaml")
     run = CliRunner().invoke(main, [*TINY, "-o", path, "--mtbf", "1000h", "--spare-nodes", "1"])

@@ -90,6 +90,7 @@ def test_json_is_one_document_and_the_files_are_written_all_the_same():
         assert point["redundancy_gib"] == plan.predicted.redundancy_gib.total
 
 
+@pytest.mark.slow
 def test_plot_draws_the_front_and_files_are_named_after_output():
     result = succeed(*FRONT, "--plot", "front.png", "--output", "front.yml")
 
@@ -98,6 +99,7 @@ def test_plot_draws_the_front_and_files_are_named_after_output():
     assert "front-01.yml" in written()
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_the_points_so_far_and_says_that_the_front_is_incomplete(monkeypatch):
     monkeypatch.setattr(Master, "leanest", lambda *_: signal.raise_signal(signal.SIGINT))
 

@@ -94,7 +94,8 @@ COMMANDS = {
     "sweep": (("sweep", "--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "1,3"),),
     "validate": (("validate", "--source", "korth22"), ("validate", "--fitted")),
 }
-MARKS = dict.fromkeys(("check", "max-model"), pytest.mark.slow)
+SLOW = ("check", "max-model", "size", "read", "validate", "schemes")
+MARKS = dict.fromkeys(SLOW, pytest.mark.slow)
 
 
 def write_inputs(name: str) -> None:

@@ -58,6 +58,7 @@ def test_the_printed_command_of_a_launchers_plan_loses_nothing():
     succeed(*line.split()[1:], "--strict")
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_by_the_own_executor_alone():
     lora = ("--lora-rank", "8", "--lora-targets", "qkv")
     output = succeed(*SMALL, *lora, "--for", "megatron,parplan").stdout
@@ -66,6 +67,7 @@ def test_adapters_are_trained_by_the_own_executor_alone():
     assert output.splitlines()[-1].startswith("  torchrun --nproc-per-node 2 -m parplan.executor")
 
 
+@pytest.mark.slow
 def test_a_bound_says_that_no_program_runs_it():
     output = succeed(*SMALL, "--for", "none").stdout
 
@@ -112,6 +114,7 @@ def test_a_settings_file_that_is_not_understood_is_an_error(text, message):
     assert message in fail(2, *SMALL)
 
 
+@pytest.mark.slow
 def test_nothing_that_fits_any_launcher_is_the_error_of_the_widest_space():
     message = fail(3, *TOO_LARGE, "--for", "deepspeed,parplan")
 
@@ -121,6 +124,7 @@ def test_nothing_that_fits_any_launcher_is_the_error_of_the_widest_space():
 LAUNCHERS = "megatron,megatron-bridge,deepspeed,fsdp2,huggingface,galvatron"
 
 
+@pytest.mark.slow
 def test_no_launcher_alone_beats_the_fastest_of_all():
     """tests/planner/launchers/test_no_plan_beats_the_table.py has more requests."""
     document = json.loads(succeed(*SMALL, "--for", LAUNCHERS, "--json").stdout)

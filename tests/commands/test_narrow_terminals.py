@@ -25,7 +25,7 @@ COMMANDS = (
     "schemes --model gpt-tiny --gpus 2 --gpu cpu",
     "schemes --model gpt-tiny --gpus 2 --formulas",
     "--model gpt-tiny --gpus 2 --gpu cpu",
-    "--model gpt-tiny --gpus 2 --gpu cpu --verbose --explain",
+    pytest.param("--model gpt-tiny --gpus 2 --gpu cpu --verbose --explain", marks=pytest.mark.slow),
     "--model gpt-tiny --gpus 2 --gpu cpu --objective memory",
     "estimate --model mixtral-8x7b --gpus 64 --gpu h100-80gb --pp 4 --ep 8",
     "estimate --model gpt-18b --gpus 8 --gpu v100-32gb --offload optimizer,parameters "
@@ -41,7 +41,9 @@ COMMANDS = (
     "export plan.yaml --to megatron -o exported",
     "read issue-1031.sh --gpu h100-80gb",
     "sweep --model gpt-tiny --gpus 1,2 --gpu cpu",
-    "size --model gpt-tiny --tokens 1M --days 7 --gpu a100-80gb",
+    pytest.param(
+        "size --model gpt-tiny --tokens 1M --days 7 --gpu a100-80gb", marks=pytest.mark.slow
+    ),
 )
 ERRORS = {  # with their exit codes
     "--model gpt-tiny --gpus 2 --gpu cpu --tp 3": 2,
@@ -74,6 +76,7 @@ def test_the_lines_of_a_command_fit(command, width, folder, monkeypatch):
     assert [line for line in result.output.splitlines() if len(line) > width] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", mostly_slow([60, 72, 80], {60}))
 def test_the_models_are_one_table(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))

@@ -43,7 +43,7 @@ TINY = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "2")
 BIG = ("--model", "gpt-20b", "--gpus", "64")
 MIDDLE = ("--model", "gpt-2.5b", "--gpus", "16")
 DP_ONLY = ("--pp", "1", "--tp", "1", "--zero", "0")  # a small search
-FEW_STATES = (Optimizer.ADAM_8BIT, Optimizer.SGD)
+FEW_STATES = (Optimizer.SGD,)
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +146,7 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     mostly_slow(OPTIMIZER_NAMES.items(), {(each, OPTIMIZER_NAMES[each]) for each in FEW_STATES}),
@@ -177,6 +178,7 @@ def test_an_estimate_with_states_on_the_host_is_refused_too(offload):
     assert "for --optimizer adam alone, not for sgd" in error
 
 
+@pytest.mark.slow
 def test_a_model_on_one_node_is_run_without_nnodes():
     assert succeed(*TINY, "--stack", "parplan").stdout.endswith(
         "  torchrun --nproc-per-node 2 -m parplan.executor plan.yaml\n"
@@ -197,6 +199,7 @@ def test_json_is_the_plan_and_the_elapsed_time_and_nothing_else():
     assert body == yaml.safe_load(Path("plan.yaml").read_text())
 
 
+@pytest.mark.slow
 def test_output_dash_puts_the_plan_on_stdout_and_the_summary_on_stderr():
     result = succeed(*TINY, "--output", "-")
 
@@ -249,6 +252,7 @@ def test_pipeline_pins_reach_the_search():
     assert read_plan(Path("plan.yaml")).pipeline.schedule is Schedule.INTERLEAVED
 
 
+@pytest.mark.slow
 def test_the_stack_decides_attention_and_overlap_unless_they_are_asked_for():
     def trained(*arguments: str) -> tuple[str, str, bool]:
         succeed(*TINY, *DP_ONLY, *arguments)
@@ -265,6 +269,7 @@ def test_the_stack_decides_attention_and_overlap_unless_they_are_asked_for():
     assert trained("--stack", "nanotron") == ("nanotron", "flash", False)
 
 
+@pytest.mark.slow
 def test_a_stack_file_is_taken_whole():
     Path("mine.yaml").write_text(
         "name: mine\nattention: unfused\nkernel_slowdown: 1.5\npartitioned_transfers: true\n"
@@ -284,6 +289,7 @@ def test_a_memory_limit_is_kept():
     assert max(stage.total for stage in read_plan(Path("plan.yaml")).predicted.memory_gib) <= 14.001
 
 
+@pytest.mark.slow
 def test_a_cluster_file_says_what_and_how_many():
     source = (
         (ROOT / "configs/clusters/cpu.yaml")
@@ -303,6 +309,7 @@ def test_a_cluster_file_says_what_and_how_many():
     assert planned("--gpus-per-node", "4") == ("mine", 1, 4)
 
 
+@pytest.mark.slow
 def test_explain_groups_the_pruned_candidates_by_reason():
     output = succeed(*MIDDLE, "--explain").stdout
 
@@ -324,6 +331,7 @@ def test_show_prints_the_summary_of_the_search_with_layer_plans():
     assert re.search(r"qkv +- +Shard\(2\)@tp +weight Shard\(0\)@tp", shown)
 
 
+@pytest.mark.slow
 def test_show_names_the_stack_and_no_kernel_of_gpus_on_a_cpu():
     succeed(*TINY, "--stack", "torchtitan")
 
@@ -343,6 +351,7 @@ def test_the_error_band_is_in_the_file_and_the_summary(searched):
     assert f"eight in ten of {band.time.rows:,} held-out measured steps" in whole
 
 
+@pytest.mark.slow
 def test_the_band_of_a_plan_that_trains_in_part_is_unknown():
     summary = succeed(*TINY, "--freeze", "embedding").stdout
 
@@ -498,6 +507,7 @@ def test_estimate_prices_a_layout_on_a_stack():
     assert step_s("slow.yaml") > 1.3 * step_s("fast.yaml")
 
 
+@pytest.mark.slow
 def test_models_and_clusters_are_listed():
     models, clusters = succeed("models").stdout, succeed("clusters").stdout
 
@@ -886,7 +896,7 @@ def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap(monkeypatc
 # Ctrl-C and pipes
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM], {signal.SIGINT}))
 def test_ctrl_c_and_sigterm_print_and_write_the_best_plan_so_far(number, monkeypatch):
     solved = []
 
@@ -931,6 +941,7 @@ def in_a_shell(*arguments: str, before: str = "", **settings) -> subprocess.Pope
     )
 
 
+@pytest.mark.slow
 def test_a_search_in_another_process_ends_on_sigint_without_a_traceback():
     process = in_a_shell("--model", "gpt-1t", "--gpus", "12288", "--explain")
     # the pruned candidates are listed just before the search, which takes seconds
@@ -944,6 +955,7 @@ def test_a_search_in_another_process_ends_on_sigint_without_a_traceback():
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole_group", mostly_slow([False, True], {True}))
 def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole_group, tmp_path):
     """A shell's background job ignores SIGINT; `timeout` signals the process and then its group."""
@@ -974,6 +986,7 @@ def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole
         os.kill(int(pid.read_text()), 0)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_silent():
     with in_a_shell("models") as process:
         process.stdout.close()
@@ -982,6 +995,7 @@ def test_a_closed_pipe_is_silent():
     assert errors == ""
 
 
+@pytest.mark.slow
 def test_fp8_products_are_in_the_plan_and_a_device_without_them_is_an_error():
     plan = read_plan(plan_file("--model", "gpt-1.5b", "--gpus", "8", "--gpu", "h100-80gb", "--fp8"))
     assert plan.training.products is ProductFormat.FP8_DELAYED
@@ -992,6 +1006,7 @@ def test_fp8_products_are_in_the_plan_and_a_device_without_them_is_an_error():
     )
 
 
+@pytest.mark.slow
 def test_narrow_weights_are_in_the_plan_and_a_stack_without_them_is_an_error():
     plan_file(
         *("--model", "gpt-1.5b", "--gpus", "8", "--gpu", "h100-80gb"),
@@ -1007,6 +1022,7 @@ def test_narrow_weights_are_in_the_plan_and_a_stack_without_them_is_an_error():
     assert "stack megatron-core gathers no weights in bf16" in error
 
 
+@pytest.mark.slow
 def test_gradients_in_16_bits_are_asked_for_and_need_less_memory():
     def gradients_gib(*more):
         return (

@@ -93,7 +93,6 @@ PLAIN_FIT = (
     "megatron",
     "fsdp2",
     "no launcher",
-    "adapters for parplan",
     "by hand in chunks",
     "by hand of no launcher",
     "CPUs",
@@ -275,6 +274,7 @@ def test_what_is_printed_with_a_plan_works(asked):
         require_works(line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(EXPORTED, ("dense",)))
 def test_an_export_works_or_says_first_that_it_does_not_fit(name):
     assert run(*shlex.split(EXPORTED[name]), "-o", "plan.yaml").exit_code == 0

@@ -88,6 +88,7 @@ def test_a_broken_profile_says_what_is_wrong(tmp_path, text, message):
     assert message in fail(2, "profile", "--show", str(tmp_path / "mine.yaml"))
 
 
+@pytest.mark.slow
 def test_a_profile_is_shown_and_drawn(mine, tmp_path):
     shown = succeed("profile", "--show", str(mine), "--plot", str(tmp_path / "mine.png")).stdout
 
@@ -130,6 +131,7 @@ def test_the_tables_of_profiles_fit_a_narrow_terminal(options, width, mine, monk
     assert [line for line in lines if len(line) > width] == []
 
 
+@pytest.mark.slow
 def test_what_nccl_tests_printed_joins_a_profile(tmp_path, mine):
     (tmp_path / "all_reduce.txt").write_text(NCCL)
 

@@ -11,6 +11,7 @@ from parplan.planner.plan.plan_file import read_plan
 from parplan.planner.search import search_results
 from parplan.planner.search.certificate import with_program
 from parplan.profiles.units import US_PER_S
+from tests.helpers.cases import mostly_slow
 from tests.helpers.command_runs import fail, run, succeed
 
 SMALL = ("--model", "gpt-2.5b", "--gpus", "8", "--global-batch-size", "64", "--tp", "1")
@@ -48,15 +49,15 @@ def optimum_s(path: str) -> float:
     return solver.getInfo().objective_function_value / US_PER_S
 
 
-@pytest.mark.parametrize("suffix", [".lp", ".mps"])
+@pytest.mark.parametrize("suffix", mostly_slow([".lp", ".mps"], {".lp"}))
 @pytest.mark.parametrize(
     "request_of",
     [
         pytest.param(ONE_RANK, id="one-rank"),
-        pytest.param(PIPELINE, id="pipeline"),
+        pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.slow),
         pytest.param(LAUNCHER, id="launcher"),
         pytest.param(TABLE, id="fastest-launcher"),
-        pytest.param(UNLIKE, id="unlike-blocks"),
+        pytest.param(UNLIKE, id="unlike-blocks", marks=pytest.mark.slow),
     ],
 )
 def test_highs_finds_the_optimum_of_the_plan_in_the_file(request_of, suffix):
@@ -67,6 +68,7 @@ def test_highs_finds_the_optimum_of_the_plan_in_the_file(request_of, suffix):
     assert certifying.gap == 0.0
 
 
+@pytest.mark.slow
 def test_an_older_file_is_kept_beside_the_new_one():
     Path("program.lp").write_text("older", encoding="utf-8")
 
@@ -93,6 +95,7 @@ def test_a_file_without_a_program_is_refused_before_the_search(options, message)
     assert not list(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_a_plan_that_no_program_certifies_is_written_without_one(monkeypatch):
     monkeypatch.setattr(
         search_results,

@@ -69,6 +69,7 @@ def test_an_argument_that_cannot_be_priced_is_an_error_with_its_line(words, mess
     assert re.search(message, result.stderr.replace("\n", " ")), result.stderr
 
 
+@pytest.mark.slow
 def test_check_says_how_much_a_stage_lacks(tmp_path):
     lean = laid_out("llama3-8b", dp=2, tp=2)
     fat = laid_out("llama3-70b", dp=2, tp=2)

@@ -136,6 +136,7 @@ def test_json_is_the_profile_and_a_dash_is_stdout():
     assert yaml.safe_load(succeed("calibrate", "run.json", "-o", "-")) == body
 
 
+@pytest.mark.slow
 def test_a_search_takes_a_profile_too():
     succeed("calibrate", "run.json", "-o", "mine.yaml")
 

@@ -14,6 +14,7 @@ from parplan.commands.style import has_several
 ASKED = ["--model", "gpt-1.5b", "--gpus", "2,4", "--seq-length", "512,256", "--tp", "1"]
 
 
+@pytest.mark.slow
 def test_every_combination_has_a_row_a_file_and_a_point(tmp_path: Path) -> None:
     output, plot = tmp_path / "s.yaml", tmp_path / "s.svg"
     run = CliRunner().invoke(
@@ -45,6 +46,7 @@ def test_plans_have_lines_of_their_own_where_the_table_is_too_wide(
     assert max(map(len, run.stdout.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_plan_with_several_numbers_of_gpus_is_a_sweep_and_names_those_without_a_plan() -> None:
     run = CliRunner().invoke(main, ["--model", "gpt-1.5b", "--gpus", "2,12", "--pp", "2"])
     assert run.exit_code == 0, run.output

@@ -58,6 +58,7 @@ def check_of(code, plan_file):
     return " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_the_leanest_plan_is_no_more_redundant_than_the_fastest_and_within_its_slowdown(tmp_path):
     fastest = found(tmp_path)
     lean = found(tmp_path, "--objective", "memory", "--max-slowdown", "0.2")
@@ -66,6 +67,7 @@ def test_the_leanest_plan_is_no_more_redundant_than_the_fastest_and_within_its_s
     assert lean["step_time_s"]["value"] <= 1.2 * fastest["step_time_s"]["value"] * 1.01
 
 
+@pytest.mark.slow
 def test_the_plan_of_the_least_peak_is_no_fuller_than_the_fastest(tmp_path):
     assert fullest_gib(found(tmp_path, "--objective", "peak")) <= fullest_gib(found(tmp_path))
 
@@ -170,6 +172,7 @@ def test_the_host_has_states_without_being_asked_only_where_nothing_fits_without
     assert "all states are there" not in succeed(*large, "-o", plan_file).stdout
 
 
+@pytest.mark.slow
 def test_an_estimate_with_states_on_the_hosts_is_slower_and_needs_their_memory(large):
     def estimated(*options):
         document = json.loads(succeed("estimate", *large, "--zero", "3", *options, "--json").stdout)
@@ -186,6 +189,7 @@ def test_an_estimate_with_states_on_the_hosts_is_slower_and_needs_their_memory(l
     assert "the host" in message
 
 
+@pytest.mark.slow
 def test_explain_lists_pruned_candidates_and_operators_that_stay_whole(searched):
     _, text = searched
 
@@ -303,6 +307,7 @@ def test_the_check_of_a_plan_that_does_not_fit_ends_with_3(searched, tmp_path):
     assert "stage 0 does not fit its device" in check_of(3, other)
 
 
+@pytest.mark.slow
 def test_a_plan_is_compared_with_strategies_that_any_module_has(searched):
     document = json.loads(succeed("compare", str(searched[0]), "--json").stdout)
 

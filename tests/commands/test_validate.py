@@ -167,6 +167,7 @@ def test_a_row_that_is_not_priced_is_null_with_its_reason(steps):
     assert row["reason"] == "no device profile for tpu-v5"
 
 
+@pytest.mark.slow
 def test_without_steps_the_shipped_table_is_priced():
     shipped = read_table()
     source = shipped[0]["id"].split("-")[0]
@@ -285,6 +286,7 @@ def test_plot_draws_a_picture_in_the_format_of_its_suffix(steps, name, start):
     assert Path(name).read_bytes().startswith(start)
 
 
+@pytest.mark.slow
 def test_plot_with_json_says_so_on_stderr(steps):
     result = succeed("validate", "--steps", steps, "--plot", "errors.svg", "--json")
 
@@ -436,7 +438,7 @@ CELLS = st.sampled_from(
 
 
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.dictionaries(st.sampled_from(sorted(set(ROW) - {"id"})), CELLS, min_size=1, max_size=4))
 def test_no_cell_ever_ends_the_table(change):

@@ -57,7 +57,8 @@ def test_the_closed_form_by_hand():
     assert closed_form_s([1.0, 2.0, 3.0], [0.5, 0.25, 0.0], 4, 1 / 2) == 3.5 * 3 + 3 + 0.5
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(6), {5}))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", mostly_slow((0, 1, 5), {5}))
 def test_the_parts_of_every_rank_add_up_to_the_step(seed):
     for strategy, price in every_price(random_instance(seed)):
         for rank, timeline in zip(price.ranks, price.simulated.ranks, strict=True):
@@ -79,7 +80,8 @@ def test_the_parts_of_every_rank_add_up_to_the_step(seed):
             )
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(6), {5}))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", mostly_slow((0, 1, 5), {5}))
 def test_the_stash_that_is_priced_is_never_below_the_simulated_peak(seed):
     """The priced stash is exact for equal chunks without ends, else an upper bound.
 

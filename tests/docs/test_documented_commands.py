@@ -37,8 +37,6 @@ QUICK = (
     "plan show plan.yaml",
     "plan show plan.yaml --mtbf 50000h --storage 200GB/s",
     "plan show plan.yaml --instructions --rank 0",
-    "plan show plan.yaml --chunks --plot moments.png",
-    "plan validate --source simumax --rows",
     "plan tokenize corpus/ --glob '**/*.txt' -o tokens.bin",
     "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full -o by-hand.yaml",
     "plan --model gpt-tiny --gpus 2 --gpu cpu --precision fp32 --stack parplan",
@@ -53,7 +51,6 @@ QUICK = (
     "plan read train.sh --gpu h100-80gb -o plan.yaml",
     "plan compare plan.yaml train.sh --gpu h100-80gb",
     "plan import train.log --gpu h100-80gb -o steps.csv",
-    "plan validate --steps steps.csv --rows",
     "plan calibrate train.log --gpu h100-80gb -o mygpu.yaml",
     "plan import nemo.log --config train.sh --gpu h100-80gb",
     "plan import train.log --model llama2-7b --gpus 8 --gpu h100-80gb --tp 2 --zero 1 --sequence-parallel --global-batch-size 128 --seq-length 4096",
@@ -64,6 +61,9 @@ QUICK = (
     "plan profile -o theirs.yaml --gpu a100-80gb --import allreduce_bandwidth_2nodes_8gpus_per_node.json",
 )
 SLOW = (
+    "plan validate --steps steps.csv --rows",
+    "plan validate --source simumax --rows",
+    "plan show plan.yaml --chunks --plot moments.png",
     "plan --model gpt-tiny --gpus 2 --gpu cpu --precision fp32 --stack parplan --tp 2 -o tp.yaml",
     "plan schemes --model gpt-20b --gpus 64 --micro-batch-size 4",
     "plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan --offload optimizer,parameters --chunk-access operator",
@@ -189,15 +189,20 @@ EXITS = {
 }
 DOCUMENTED = {one.command: one for one in documented()}
 SHOWN = [one for one in documented() if one.output]
+README = {one.command for one in documented() if one.where.startswith("README.md:")}
+
+
+def _slow(command: str) -> object:
+    """A command that takes long; those of the README are in every tenth of the slow tests."""
+    marks = (pytest.mark.slow, *([pytest.mark.readme] if command in README else ()))
+    return pytest.param(command, marks=marks)
 
 
 def test_every_documented_command_is_run_or_has_a_reason():
     assert set(DOCUMENTED) == {*QUICK, *SLOW, *NOT_RUN}
 
 
-@pytest.mark.parametrize(
-    "command", [*QUICK, *(pytest.param(command, marks=pytest.mark.slow) for command in SLOW)]
-)
+@pytest.mark.parametrize("command", [*QUICK, *map(_slow, SLOW)])
 def test_a_documented_command_prints_what_the_document_shows(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-settings"))  # as a new user

@@ -276,7 +276,7 @@ def test_a_run_goes_on_across_meshes_with_chunks_and_without(tmp_path):
 
 def crossing(plan: Plan) -> set[str]:
     """Parameters of a block that cross the border between two data-parallel ranks' chunks."""
-    layout = rank_chunks_of(plan, 0).groups[0].layout
+    layout = rank_chunks_of(plan, 0).groups[0].chunk_layout
     return {
         tensor.name.partition(".")[2]
         for tensor, offset in zip(layout.tensors, layout.offset_of, strict=True)

@@ -16,7 +16,7 @@ from parplan.planner.request import SolverName
 from tests.helpers.cases import mostly_slow
 from tests.planner.test_placed_blocks import SCHEDULES, layout_of, random_column
 
-SEEDS = mostly_slow(range(40), range(8))
+SEEDS = mostly_slow(range(12), range(8))
 NUM_LAYERS = 6
 
 

@@ -19,7 +19,7 @@ from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.errors import OutOfTimeError
 from tests.helpers.cases import mostly_slow
 
-SEEDS = mostly_slow(range(40), range(8))
+SEEDS = mostly_slow(range(12), range(8))
 SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE, Schedule.SCP)
 
 

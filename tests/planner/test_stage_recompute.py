@@ -237,6 +237,7 @@ def test_the_search_under_a_rule_finds_the_fastest_plan_that_obeys_it(
     assert any(again for _, again in counts_of(plan))
 
 
+@pytest.mark.slow
 def test_more_memory_leaves_less_recompute_and_none_fits_without_memory():
     def planned(limit_gib: float) -> Plan:
         options = SearchOptions(memory_limit_bytes=round(limit_gib * GIB))
@@ -249,6 +250,7 @@ def test_more_memory_leaves_less_recompute_and_none_fits_without_memory():
         planned(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [Objective.MEMORY, Objective.PEAK])
 def test_other_objectives_obey_a_rule(objective):
     pins = replace(PINS, recompute_first_stage=RecomputeRule((HALF, Fraction(1))))

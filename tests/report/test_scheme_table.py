@@ -34,6 +34,7 @@ def lines_of(print_it):
     return out.getvalue().splitlines()
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_for_each_scheme_within_80_columns(priced):
     lines = lines_of(lambda out: print_schemes(priced, REQUEST, out))
 

@@ -18,6 +18,7 @@ from tests.helpers.command_runs import succeed
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_python_gets_the_training_and_the_machine_of_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     succeed("--model", "gpt-tiny", "--gpus", "2", "--gpu", "a100-80gb")

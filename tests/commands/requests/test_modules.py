@@ -64,6 +64,7 @@ def test_a_plan_holds_the_whole_configuration_and_does_not_pad_its_vocabulary(co
     assert "module    Hugging Face llama" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_search_for_a_module_names_no_operators(config, tmp_path):
     """The memory is so little that most blocks must recompute."""
     path = config({**LLAMA, "num_hidden_layers": 8, "max_position_embeddings": 1024})

@@ -14,6 +14,7 @@ from parplan.costmodels.communication.redistribution import RedistributionStep, 
 from parplan.costmodels.operators.sharding import PARTIAL, placed_parts
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from tests.helpers.cases import named
 
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 16))
 MESHES = ((4,), (2, 2), (2, 4), (2, 2, 2))
@@ -87,7 +88,9 @@ def test_the_moves_by_hand_on_axes_of_two_ranks(source, target, expected):
     assert [(move.collective, move.axis, move.num_bytes) for move in moved] == expected
 
 
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "degrees", named({str(each): (each,) for each in MESHES}, {"(4,)", "(2, 4)"})
+)
 def test_nothing_is_sent_only_where_every_rank_holds_what_it_wants(degrees):
     for source, target in pairs(len(degrees)):
         sent = list(moves(2**20, source, target, degrees))

@@ -98,6 +98,7 @@ def test_the_embedding_reduces_its_output_and_the_head_its_input_gradient_and_th
     )
 
 
+@pytest.mark.slow
 @given(names=st.sets(st.sampled_from(OPERATORS)), sharding=st.sampled_from([WHOLE, TP4, TP4_SP]))
 def test_recompute_adds_exactly_the_forward_of_the_operators_it_names(names, sharding):
     operators = price_operators(GPT.block, sharding, MACHINE, TRAINING)

@@ -177,6 +177,7 @@ def test_the_backward_pass_can_be_done_whatever_is_recomputed(data):
     assert {tensor.name for operator in layer.operators for tensor in operator.saved} <= there
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_no_tensor_is_kept_that_recomputation_makes(data):
     layer = data.draw(st.sampled_from(BLOCKS))
@@ -198,6 +199,7 @@ def test_no_tensor_is_kept_that_recomputation_makes(data):
     assert not made & {tensor.name for tensor in saved_tensors(layer, recomputed)}
 
 
+@pytest.mark.slow
 @given(data=st.data(), tp=st.sampled_from((1, 2, 4)), sequence_parallel=st.booleans())
 def test_a_rank_keeps_at_least_its_share_and_tensor_with_sequence_parallelism_no_more(
     data, tp, sequence_parallel

@@ -560,7 +560,7 @@ def test_an_estimate_refuses_experts_that_cannot_be_divided(model, mesh, reason)
 @pytest.mark.parametrize(
     "nic_share",
     [
-        pytest.param(1.0, id="fast-network"),
+        pytest.param(1.0, id="fast-network", marks=pytest.mark.slow),
         pytest.param(0.02, id="slow-network", marks=pytest.mark.slow),
     ],
 )
@@ -610,6 +610,7 @@ def test_with_the_experts_divided_over_all_ranks_and_zero_3_only_gathered_copies
     assert plan.predicted.redundancy_gib.parameters == pytest.approx(experts_gib, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_plan_with_experts_reads_back_and_prices_the_same(tmp_path):
     plan = find_plan(TINY, cluster_of(8), TRAINING, constraints=Constraints(ep=(2,), tp=(2,)))
     path = tmp_path / "plan.yaml"

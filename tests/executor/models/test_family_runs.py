@@ -134,7 +134,6 @@ PLANS: dict[str, Plan] = {
     ),
     "latent-by-batch-and-whole": divided(LATENT, "batch", "whole"),
     "deepseek-tp2-sp": make_plan(DEEPSEEK, tp=2, sp=True, recompute=("norm1", "norm2")),
-    "deepseek-pp2-dp2-ep2": make_plan(DEEPSEEK, pp=2, dp=2, ep=2, zero=(1,)),
     "deepseek-pp2-dp2-ep2-zero3": make_plan(
         DEEPSEEK, pp=2, dp=2, ep=2, zero=(3,), recompute="full"
     ),
@@ -147,12 +146,10 @@ PLANS: dict[str, Plan] = {
     "deepseek-cp2": make_plan(DEEPSEEK, cp=2, form=ContextForm.RING),
     "deepseek-unfused": make_plan(DEEPSEEK, tp=2, sp=True, attention=AttentionKernel.UNFUSED),
     "gpt-oss-dp2-ep2": make_plan(replace(GPT_OSS, num_layers=2), dp=2, ep=2, zero=(2,)),
-    "gpt-oss-pp2-dp2-ep2": make_plan(GPT_OSS, pp=2, dp=2, ep=2, zero=(1,), recompute="full"),
     "gpt-oss-tp2-ep2": make_plan(GPT_OSS, tp=2, ep=2, sp=True, recompute=("attention",)),
     "gpt-oss-cp2-all-to-all": make_plan(GPT_OSS, cp=2, form=ContextForm.ALL_TO_ALL),
     "gpt-oss-cp2-ring": make_plan(GPT_OSS, cp=2, form=ContextForm.RING),
     "gpt-oss-unfused": make_plan(GPT_OSS, dp=2, attention=AttentionKernel.UNFUSED),
-    "gemma-tp2": make_plan(GEMMA, tp=2),
     "gemma-tp2-sp-recompute": make_plan(
         replace(GEMMA, num_layers=2),
         tp=2,
@@ -167,7 +164,6 @@ PLANS: dict[str, Plan] = {
     "qwen3-moe-dp2-tp2-ep2-etp2": make_plan(
         QWEN3_MOE, dp=2, tp=2, ep=2, etp=2, sp=True, zero=(2,), recompute="full"
     ),
-    "olmo2-tp2": make_plan(OLMO2, tp=2),
     "olmo2-tp2-sp": make_plan(OLMO2, tp=2, sp=True, recompute=("qkv", "qk_norm")),
     "compressed-dp2-ep2": make_plan(COMPRESSED, dp=2, ep=2, zero=(1,)),
     "compressed-tp2-ep2": make_plan(COMPRESSED, tp=2, ep=2, sp=True, recompute="full"),

@@ -101,6 +101,7 @@ def blocks_of(strategy: Strategy) -> set[int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -187,6 +188,7 @@ SYSTEMS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stack", "name", "case"),
     named(
@@ -196,7 +198,6 @@ SYSTEMS = (
             for stack, name in SYSTEMS
         },
         {
-            "experts-megatron-core-megatron",
             "unlike-blocks-torchtitan-torchtitan",
         },
     ),

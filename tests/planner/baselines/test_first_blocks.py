@@ -47,6 +47,7 @@ def test_the_first_blocks_of_every_stage_recompute(prices):
     assert len(chosen) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_gib", [9.0, 14.0])
 def test_the_baseline_is_the_best_of_every_number_of_blocks(prices, limit_gib):
     limit = limit_gib * GIB

@@ -142,6 +142,7 @@ def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
 FEW, ALL = (Schedule.ONE_F_ONE_B, Schedule.SCP), (Schedule.ONE_F_ONE_B, *sorted(AHEAD))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpu", "gpus", "pp", "tp", "b", "schedules", "limits_gib"),
     [

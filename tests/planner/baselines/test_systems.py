@@ -133,6 +133,7 @@ def peak_bytes(price: StepPrice) -> float:
     return max(memory.total for memory in price.memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "request_",
     [
@@ -179,6 +180,7 @@ def test_memory_binds_in_the_request_that_says_so():
     assert peak_bytes(unlimited.price) > BINDING.limit_bytes()
 
 
+@pytest.mark.slow
 def test_the_leanest_of_what_does_not_fit_is_the_least_peak_of_the_enumeration():
     tight = Request("gpt-1.5b", 4, 4, limit_gib=2.0)
 
@@ -262,6 +264,7 @@ def test_no_baseline_of_the_megatron_family_beats_its_optimum():
         assert best.price.step_s <= optimum.price.step_s * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "request_",
     named(
@@ -321,6 +324,7 @@ def every_deepspeed_price(request: Request) -> Iterator[tuple[ParallelLayout, St
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "request_",
     [

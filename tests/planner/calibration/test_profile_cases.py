@@ -107,12 +107,23 @@ def recorded(cases):
         yield Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("profiled", "cluster"),
     [
         pytest.param(TINY, CPU, id="gpt-tiny"),
-        pytest.param(workload("gpt-tiny", "fp32", attention="unfused"), CPU, id="unfused"),
-        pytest.param(workload("llama3-8b"), replace(GPU, gpus_per_node=2), id="llama3-8b"),
+        pytest.param(
+            workload("gpt-tiny", "fp32", attention="unfused"),
+            CPU,
+            id="unfused",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            workload("llama3-8b"),
+            replace(GPU, gpus_per_node=2),
+            id="llama3-8b",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_profile_of_exactly_these_cases_prices_every_kernel_as_it_was_measured(profiled, cluster):

@@ -98,6 +98,7 @@ def works(cases) -> set[str]:
 ALL = cases_of([ProfiledWorkload(model=TINY.spec, training=TRAINING)], CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}], ids=["one", "tp2"])
 def test_every_operator_of_a_plan_at_measured_sizes_is_measured(mesh):
     covered = coverage(plan_of(profile_of(ALL), **mesh))
@@ -125,6 +126,7 @@ def test_a_plan_between_measured_sizes_is_interpolated_and_misses_nothing():
     assert covered.missing == ()
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_what_was_left_out_and_measuring_it_leaves_nothing():
     left_out = [case for case in ALL if case.work not in ("linear", "adamw", "gelu")]
     plan = plan_of(profile_of(left_out))
@@ -148,6 +150,7 @@ def test_without_a_measured_norm_of_the_gradients_nothing_is_missed_for_it_costs
     assert "gradient_norm" not in {case.work for case, _ in coverage(plan).cases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "expected"),
     [
@@ -221,6 +224,7 @@ def printed(plan: Plan, **context) -> str:
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_the_summary_says_how_much_was_measured_and_how_to_measure_the_rest(tmp_path):
     plan = plan_of(profile_of([case for case in ALL if case.work != "linear"]))
 
@@ -239,6 +243,7 @@ def test_the_summary_says_how_much_was_measured_and_how_to_measure_the_rest(tmp_
     assert f"{counts[0]} shapes measured" in printed(read_plan(tmp_path / "plan.yaml"))
 
 
+@pytest.mark.slow
 def test_messages_that_were_not_measured_have_a_command_of_their_own():
     inside = printed(
         plan_of(profile_of(ALL), dp=2, micro_batch_size=8),
@@ -257,6 +262,7 @@ def test_messages_that_were_not_measured_have_a_command_of_their_own():
     ) in printed(across, profile="mine.yaml")
 
 
+@pytest.mark.slow
 def test_the_summary_says_nothing_of_it_without_a_profile():
     plan = plan_of(None)
 

@@ -78,6 +78,7 @@ def test_what_fails_is_recorded_and_all_else_measured(measured):
     assert not session.missed
 
 
+@pytest.mark.slow
 def test_the_file_has_it_all_and_the_journal_is_gone(measured):
     request, session = measured
 
@@ -148,6 +149,7 @@ def collective(n_bytes: int, ranks: int) -> Record:
     return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
 
+@pytest.mark.slow
 def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
     request, session = measured
     output = tmp_path / "mine.yaml"

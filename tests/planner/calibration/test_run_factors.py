@@ -73,6 +73,7 @@ def test_known_factors_come_back(mesh, truth):
     assert unchanged == set(CAUSES) - set(truth)
 
 
+@pytest.mark.slow
 def test_two_runs_tell_tensor_parallel_communication_from_compute():
     truth = {"forward": 1.3, "backward": 0.9, "optimizer": 1.1}
 
@@ -113,6 +114,7 @@ def test_the_profile_predicts_the_step_of_its_run(mesh):
     assert second.predicted.step_time_s.kind is Kind.INTERPOLATED
 
 
+@pytest.mark.slow
 def test_noise_of_a_few_percent_stays_a_few_percent():
     plan, truth = (
         estimated(pp=2, dp=2),
@@ -131,6 +133,7 @@ def test_noise_of_a_few_percent_stays_a_few_percent():
         assert calibration.factor(cause).value == pytest.approx(value, rel=0.12), cause
 
 
+@pytest.mark.slow
 def test_a_run_of_a_calibrated_plan_gives_the_same_profile():
     plan, truth = estimated(), {"forward": 1.3, "backward": 0.8, "optimizer": 2.0}
     first = calibrated((plan, truth))
@@ -172,6 +175,7 @@ def test_runs_of_plans_with_measured_curves_keep_these_beside_the_factors():
     )
 
 
+@pytest.mark.slow
 def test_runs_with_unlike_curves_make_no_profile():
     base, shipped = estimated(), shipped_profile("a100-80gb")
     plans = (base, replace(base, cluster=replace(base.cluster, profile=shipped)))

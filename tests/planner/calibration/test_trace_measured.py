@@ -83,6 +83,7 @@ def trace_of(plan, truth, rank: int = 0):
     return traced(kineto_text([*events, *kernels.events], rank=rank, world_size=world_size))
 
 
+@pytest.mark.slow
 def test_one_trace_tells_tensor_parallel_communication_from_compute():
     plan = estimated(tp=2, dp=2)
     truth = {"forward": 1.3, "backward": 0.8, "tensor": 3.0, "data": 2.0, "optimizer": 2.5}

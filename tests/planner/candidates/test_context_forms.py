@@ -56,6 +56,7 @@ def test_pins_ask_for_degrees_and_forms():
         layouts(replace(LONG, stack=load_stack("nanotron")), context_form=(ContextForm.RING,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "documents", named({"whole": None, "documents": Documents(mean=2000)}, {"documents"})
 )

@@ -32,7 +32,7 @@ from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import every_price, every_strategy, random_instance, redundant_bytes
 from tests.helpers.planning import enumerate_candidates, request
 
-SEEDS = mostly_slow(range(10), {9})
+SEEDS = mostly_slow((0, 1, 2, 9), {9})
 PINNED = [
     pytest.param(Constraints(), id="free"),
     pytest.param(Constraints(recompute=(Recompute.FULL,)), id="full-recompute"),
@@ -64,7 +64,7 @@ def memory_bound_within_its_own_memory_s(strategy, price, table):
     return within_s
 
 
-@pytest.mark.parametrize("stack", mostly_slow(["megatron-core", "parplan"], {"parplan"}))
+@pytest.mark.parametrize("stack", mostly_slow(["megatron-core", "parplan"], {"megatron-core"}))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_strategy_is_below_the_bound_within_its_own_memory(seed, stack):
     """Gradients of the second stack come and go."""
@@ -79,7 +79,7 @@ def test_no_strategy_is_below_the_bound_within_its_own_memory(seed, stack):
     assert raised
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(4), {1}))
+@pytest.mark.parametrize("seed", mostly_slow(range(2), {1}))
 def test_no_strategy_with_virtual_stages_is_below_the_bounds_of_its_frame(seed):
     instance = random_instance(seed)
     instance = replace(instance, model=replace(instance.model, num_layers=4))
@@ -118,7 +118,8 @@ def drawn(layout, num_layers, draw, count):
         yield Strategy(layout=layout, stages=tuple(stages))
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(6), {1}))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", mostly_slow(range(3), {1}))
 def test_no_choice_for_each_block_is_below_the_bounds_of_chunks_with_one_block(seed):
     instance = random_instance(seed)
     instance = replace(instance, model=replace(instance.model, num_layers=8))

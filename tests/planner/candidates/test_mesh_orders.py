@@ -37,6 +37,7 @@ def test_a_mesh_is_searched_in_every_order_that_lies_differently_on_the_nodes():
     assert {name for name, _ in orders(mesh_order=(MeshOrder.DP_PP_TP,))} == {"dp-pp-tp"}
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_better_of_the_searches_in_each_order():
     found = {
         order: find_plan(
@@ -51,6 +52,7 @@ def test_the_search_finds_the_better_of_the_searches_in_each_order():
     assert found[plan.mesh.order] == min(found.values())
 
 
+@pytest.mark.slow
 def test_the_prices_of_the_orders_say_what_the_chosen_one_gains():
     plan = find_plan(MODEL, CLUSTER, TRAINING, constraints=FEW)
     chosen, other = order_prices(plan)

@@ -68,7 +68,8 @@ def prices(seed):
     return every_price(random_instance(seed))
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(10), {9}))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", mostly_slow((0, 1, 2, 9), {9}))
 def test_no_strategy_is_leaner_than_the_bound_within_its_own_step(seed):
     table = MixTable(random_instance(seed).price_cache(), Constraints())
     bounds = {}
@@ -117,7 +118,8 @@ def test_no_choice_of_columns_is_leaner_than_the_bound_within_its_own_step(sched
             assert least <= choice.redundant_bytes * (1 + 1e-9) + 1
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(10), {5, 9}))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", mostly_slow((0, 1, 5, 9), {5, 9}))
 def test_a_longer_step_never_raises_the_bound_and_no_time_leaves_nothing(seed):
     table = MixTable(random_instance(seed).price_cache(), Constraints())
     for layout in {strategy.layout for strategy, _ in prices(seed)}:
@@ -128,7 +130,7 @@ def test_a_longer_step_never_raises_the_bound_and_no_time_leaves_nothing(seed):
         assert least[-1] < inf
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(10), {5, 9}))
+@pytest.mark.parametrize("seed", mostly_slow((0, 1, 5, 9), {5, 9}))
 def test_without_a_pipeline_the_bound_of_any_step_is_nearly_the_leanest_strategy(seed):
     """Embedding and head may have another ZeRO stage than the blocks, as in every column."""
     price_cache = random_instance(seed).price_cache()

@@ -194,7 +194,7 @@ def test_a_solve_cut_off_by_its_limit_is_never_called_proven():
         assert not solution.proven
 
 
-@pytest.mark.parametrize(("fault", "message"), named(FAULTS, {"an-exit-code", "half-a-file"}))
+@pytest.mark.parametrize(("fault", "message"), named(FAULTS, {"half-a-file"}))
 def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message, fake_cbc, whole):
     calls = fake_cbc(fault, after=2)
 
@@ -209,6 +209,7 @@ def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message
     assert f"failed on {MOST_FAILURES} candidates" in plan.search.solver_failure
 
 
+@pytest.mark.slow
 def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc, whole):
     fake_cbc("exit 3", after=2, times=1)
 
@@ -294,6 +295,7 @@ def test_highs_that_is_missing_is_an_error_with_exit_code_4(monkeypatch):
 SMALL = ("--model", "gpt-1.5b", "--gpus", "8", "--pp", "2,4,8", "--schedule", "1f1b")
 
 
+@pytest.mark.slow
 def test_the_command_warns_and_notes_what_the_solver_failed_on(fake_cbc, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fake_cbc("exit 3", after=2)

@@ -51,7 +51,7 @@ def test_the_names_that_a_stack_may_use_are_those_of_the_planner():
 
 @pytest.mark.parametrize(
     "name",
-    mostly_slow(stack_names(), {"parplan", "megatron-core"}),
+    mostly_slow(stack_names(), {"megatron-core"}),
 )
 def test_every_packaged_stack_is_planned_with_tensor_parallelism(name):
     """Some stacks save more tensors of a micro-batch of several sequences."""

@@ -33,6 +33,7 @@ def prices_of(model, limit_mib, constraints=LAYOUTS):
     return BlockClassPrices(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "limit_mib"),
     named(

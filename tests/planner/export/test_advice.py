@@ -108,6 +108,7 @@ def test_every_change_has_its_price_once_it_is_made_in_the_file(plan, name):
         assert {each for each, _, _ in change.arguments} <= own
 
 
+@pytest.mark.slow
 def test_several_changes_gain_more_than_the_best_alone():
     found, _ = of_script(laid_out("llama3-8b", pp=2, dp=2, tp=4, recompute=Recompute.FULL))
 
@@ -115,6 +116,7 @@ def test_several_changes_gain_more_than_the_best_alone():
     assert found.together.configured.price.step_s < found.single[0].configured.price.step_s
 
 
+@pytest.mark.slow
 def test_an_argument_that_says_a_setting_in_another_word_goes_with_the_change():
     plan = laid_out("llama3-8b", pp=2, dp=2, tp=2)
     found, given = of_script(plan, more="--num-layers-per-virtual-pipeline-stage 16")
@@ -127,6 +129,7 @@ def test_an_argument_that_says_a_setting_in_another_word_goes_with_the_change():
     assert made.virtual_stages > 1
 
 
+@pytest.mark.slow
 def test_an_absent_degree_is_said_as_the_number_that_it_stands_for():
     changes = advised(laid_out("llama3-8b", dp=4, tp=2))
     change = next(each for each in changes if "--tensor-model-parallel-size" in str(each))
@@ -143,6 +146,7 @@ def test_several_changes_make_fit_what_does_not():
     assert any(stage.total > stage.capacity for stage in plan.predicted.memory_gib)
 
 
+@pytest.mark.slow
 def test_needless_recompute_is_the_first_thing_to_change(recomputed):
     plan, (first, *others) = recomputed
 
@@ -161,6 +165,7 @@ def test_a_change_has_the_price_of_the_plan_with_it(recomputed):
     )
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_advised_to_fit_even_if_slower():
     plan = laid_out(
         "llama3-8b", dp=4, tp=2, micro_batch_size=8, num_micro_batches=2, seq_length=4096
@@ -210,6 +215,7 @@ def test_the_switches_that_the_launcher_runs_and_that_have_an_effect_are_tried(
         }
 
 
+@pytest.mark.slow
 def test_a_switch_that_gains_most_is_said_first():
     plan = laid_out("llama3-8b", dp=1, tp=8, micro_batch_size=8, num_micro_batches=1)
 

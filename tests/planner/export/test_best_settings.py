@@ -26,6 +26,7 @@ from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision
+from tests.helpers.cases import mostly_slow
 from tests.helpers.launcher_settings import changed
 
 EXACT = 1e-9  # share of a step
@@ -84,7 +85,7 @@ def require_best(
     assert least_s >= least_allowed_s, settings
 
 
-@pytest.mark.parametrize("launcher", ["megatron", "torchtitan"])
+@pytest.mark.parametrize("launcher", mostly_slow(["megatron", "torchtitan"], {"megatron"}))
 def test_random_settings_of_a_launcher_are_no_faster_than_its_plan(launcher):
     model = {"megatron": "gpt-1.5b", "torchtitan": "llama3-8b"}[launcher]
     require_best(launcher, model, 8, "a100-80gb", num_settings=15, seed=1)

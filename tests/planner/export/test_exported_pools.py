@@ -40,6 +40,7 @@ def plan():
     return find_plan(load_model("gpt-2.5b").spec, cluster, training, constraints=PINS)
 
 
+@pytest.mark.slow
 def test_a_plan_over_pools_is_read_back_with_the_price_on_its_pools(plan):
     one = export_plan(plan, MEGATRON, "plan.yaml")
 

@@ -12,6 +12,7 @@ from parplan.report.plans.launcher_lines import launcher_lines
 from tests.helpers.laid_out_plans import laid_out
 
 
+@pytest.mark.slow
 def test_a_plan_at_a_launcher_has_the_price_of_its_export():
     plan = laid_out("gpt-2.5b", dp=4, tp=2)
 

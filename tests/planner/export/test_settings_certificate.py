@@ -43,7 +43,7 @@ def planned(name, pins=None, limit_gib=12, **options):
     return best_settings(asked, target)
 
 
-@pytest.mark.parametrize("name", mostly_slow(PINS, {"megatron", "fsdp2"}))
+@pytest.mark.parametrize("name", mostly_slow(PINS, {"megatron"}))
 def test_the_program_agrees_with_the_search(name):
     plan = planned(name)
 
@@ -83,6 +83,7 @@ def test_settings_that_the_search_misses_are_found(monkeypatch):
     assert wrong.search.gap >= wrong.search.certificate.plan.gap - 1e-6
 
 
+@pytest.mark.slow
 def test_settings_without_room_are_in_the_program_and_excluded_by_its_rows():
     kept = []
     planned("fsdp2", on_program=lambda record, problem: kept.append((record, problem)))
@@ -94,6 +95,7 @@ def test_settings_without_room_are_in_the_program_and_excluded_by_its_rows():
     assert record.rows > 1
 
 
+@pytest.mark.slow
 def test_the_certificate_of_a_launcher_reads_back():
     plan = planned("fsdp2")
 

@@ -22,6 +22,7 @@ from parplan.planner.export.shared_search import SharedSearch
 from parplan.planner.export.targets import target_named
 from parplan.planner.request import Constraints
 from parplan.profiles.errors import ConfigError
+from tests.helpers.cases import mostly_slow
 
 ROUNDING = 1 + 1e-9
 
@@ -32,7 +33,10 @@ def asked(launcher: str, model: str, gpus: int, gpu: str = "h100-80gb", **pins):
     return replace(request, constraints=Constraints(**pins))
 
 
-@pytest.mark.parametrize("model", ["gpt-2.5b", "mixtral-8x7b", "deepseek-v2-lite"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", mostly_slow(["gpt-2.5b", "mixtral-8x7b", "deepseek-v2-lite"], {"gpt-2.5b"})
+)
 def test_no_settings_are_slower_or_hold_more_with_a_switch(model):
     target, rng = target_named("megatron"), random.Random(3)
     request = asked("megatron", model, 16)
@@ -71,6 +75,7 @@ def test_the_overlap_of_tensor_parallelism_is_in_the_plan_its_files_and_its_note
     assert slower.price.step_s > plan.predicted.step_time_s.value
 
 
+@pytest.mark.slow
 def test_exchanges_of_experts_are_hidden_where_blocks_do_not_recompute_in_full():
     request = asked("megatron", "deepseek-v2-lite", 16, ep=(8,), micro_batch_size=(1,), pp=(1,))
     target = target_named("megatron")
@@ -91,6 +96,7 @@ def test_exchanges_of_experts_are_hidden_where_blocks_do_not_recompute_in_full()
     assert not full.training.stack.overlap_exchanges
 
 
+@pytest.mark.slow
 def test_a_gpu_without_transformer_engine_or_deep_ep_has_no_such_switch():
     request = asked("megatron", "gpt-2.5b", 8, "v100-32gb", tp=(2,), sequence_parallel=(True,))
 
@@ -100,6 +106,7 @@ def test_a_gpu_without_transformer_engine_or_deep_ep_has_no_such_switch():
     assert not [*unpriced_memory(plan)]
 
 
+@pytest.mark.slow
 def test_searches_that_share_prices_find_the_same_plans():
     shared = SharedSearch()
     for launcher in ("megatron", "megatron-bridge", "fsdp2", "huggingface", "accelerate"):

@@ -82,6 +82,7 @@ def test_a_plan_with_them_fits_and_its_file_is_priced_as_it_was(tmp_path: Path) 
     assert "kept on the host: " in succeed("show", str(path)).output
 
 
+@pytest.mark.slow
 def test_a_small_host_keeps_what_it_holds_and_none_gets_a_plan_without() -> None:
     pins, case = replace(PINS, micro_batch_size=(8, 16)), small()
     much = best_plan(case, pins).predicted.memory_gib[0].host * GIB

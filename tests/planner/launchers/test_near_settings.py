@@ -40,7 +40,9 @@ def step_s(answer: Answer) -> float:
     return answer.plan.predicted.step_time_s.value
 
 
-@pytest.mark.parametrize(("axis", "degree"), [("tp", 4), ("pp", 2)])
+@pytest.mark.parametrize(
+    ("axis", "degree"), [pytest.param("tp", 4, marks=pytest.mark.slow), ("pp", 2)]
+)
 def test_a_pinned_degree_has_the_settings_of_its_own_search(axis: str, degree: int) -> None:
     pinned = with_degree(request_(), axis, degree)
     near = searched().answer(pinned, NEVER, Way(Near.PRICES))
@@ -54,7 +56,7 @@ def test_a_pinned_degree_has_the_settings_of_its_own_search(axis: str, degree: i
 @pytest.mark.parametrize(
     ("what", "factor"),
     [
-        ("memory of a GPU", 0.5),
+        pytest.param("memory of a GPU", 0.5, marks=pytest.mark.slow),
         pytest.param("bandwidth between nodes", 0.25, marks=pytest.mark.slow),
     ],
 )
@@ -66,6 +68,7 @@ def test_a_changed_quantity_has_the_settings_of_its_own_search(what: str, factor
     assert step_s(near) == pytest.approx(own.predicted.step_time_s.value, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_plan_is_explained_among_those_of_its_launcher() -> None:
     plan = best_settings(request_(), MEGATRON)
     assert isinstance(near_settings(plan, request_()), NearSettings)

@@ -158,6 +158,7 @@ def test_the_fastest_layers_of_all_sizes_are_those_of_each_size_alone(sharding):
         assert fastest_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps_all", [False, True])
 @pytest.mark.parametrize("sharding", [*SHARDINGS, Sharding(2, data=2)], ids=str)
 @pytest.mark.parametrize("price_cache", BOOKS.values(), ids=BOOKS)

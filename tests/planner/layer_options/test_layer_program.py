@@ -47,7 +47,7 @@ SHARDINGS = {
     "dp2-tp2": Sharding(2, data=2),
     "dp2-tp2-sp": Sharding(2, True, data=2),
 }
-SEEDS = mostly_slow(range(50), {1, 3, 4})
+SEEDS = mostly_slow(range(12), {1, 3, 4})
 HOST_S = 20e-6  # as long as some of these operators
 
 
@@ -181,6 +181,7 @@ def everything(seed):
     return evaluate(problem, np.array(list(np.ndindex(*map(len, problem.options)))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_fastest_layer_within_a_budget_is_that_of_brute_force(seed):
     stashes = 1 + seed % 3
@@ -273,7 +274,7 @@ def test_the_front_is_that_of_brute_force(draw, seed):
     "sharding",
     named({"one": Sharding(), "tp4": Sharding(4), "tp4-sp": Sharding(4, True)}, {"tp4-sp"}),
 )
-@pytest.mark.parametrize("solver", list(SolverName))
+@pytest.mark.parametrize("solver", mostly_slow(SolverName, {SolverName.HIGHS}))
 def test_the_front_of_a_whole_block_is_that_of_the_integer_program(solver, sharding):
     """At every third point of the front, no program with as few saved bytes is faster."""
     training = replace(TRAINING, seq_length=2048)
@@ -310,7 +311,8 @@ def test_an_operator_without_a_strategy_leaves_nothing():
     assert LayerProgram(problem).fastest(1e15, SolverName.CBC) is None
 
 
-@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "dp2-tp2-sp"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one"}))
 @pytest.mark.parametrize("model", named(MODELS, {"llama"}))
 def test_all_micro_batch_sizes_at_once_have_the_prices_of_each(model, sharding):
     """Size 3 forbids splits of the batch that the others allow."""

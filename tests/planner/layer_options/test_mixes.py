@@ -25,7 +25,7 @@ from tests.helpers.instances import random_instance
 from tests.helpers.planning import enumerate_candidates
 
 ALL, HEADS = frozenset({"heads", "ffn"}), frozenset({"heads"})
-SEEDS = mostly_slow(range(10), {4})
+SEEDS = mostly_slow((0, 1, 2, 4), {4})
 
 
 def option(time_s, saved, weight_layout=ALL, workspace=0.0):

@@ -139,6 +139,7 @@ def test_a_search_finds_the_better_of_both_and_says_what_it_left_out():
     assert any("sends activations for" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_no_random_division_over_both_axes_beats_the_front():
     """Random legal divisions and recompute lists, each priced as a whole layer."""
     draw = np.random.default_rng(0)

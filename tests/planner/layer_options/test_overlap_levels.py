@@ -217,6 +217,7 @@ def slow_instance(seed: int) -> Instance:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", mostly_slow([1, 2], {2}))
 def test_the_search_over_levels_equals_brute_force_and_no_bound_is_above_a_price(seed):
     instance = slow_instance(seed)

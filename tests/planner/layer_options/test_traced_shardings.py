@@ -70,7 +70,7 @@ def named(layer: LayerClass, suffix: str) -> Operator:
     return operator
 
 
-@pytest.mark.parametrize("name", mostly_slow(BLOCKS, {"t5", "llama"}))
+@pytest.mark.parametrize("name", mostly_slow(BLOCKS, {"t5"}))
 def test_heads_and_mlp_of_a_block_are_divided_by_column_and_row(name):
     assert divisible_dims(block(name), 2) == {"heads", "ffn"}
 
@@ -84,6 +84,7 @@ def test_heads_and_mlp_of_a_block_are_divided_by_column_and_row(name):
     assert replicated_operators(block(name), sharding) == ()
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_fused_matrix_are_divided_with_their_heads_whole():
     qkv = named(block("gpt2"), "c_attn.addmm")
     gate = named(block("llama"), "q_proj.linear")

@@ -140,7 +140,7 @@ def test_without_tensor_parallelism_there_are_no_placements():
     assert all(not layer.operators for layer in plan.layer_plans.values())
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(6), {4}))
+@pytest.mark.parametrize("seed", mostly_slow((0, 1, 4), {4}))
 def test_the_parts_add_up_and_the_units_are_seconds_and_gib(seed):
     instance = random_instance(seed)
     price_cache = instance.price_cache()

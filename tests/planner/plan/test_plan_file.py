@@ -54,6 +54,7 @@ def test_a_plan_is_read_back_equal_and_written_with_the_same_bytes(seed, objecti
     assert path.read_text().isascii()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "documents",
     [Documents(mean=20.5), Documents(lengths=((7, 2), (64, 0.5)))],

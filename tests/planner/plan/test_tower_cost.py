@@ -25,6 +25,7 @@ def plan():
     return find_plan(SEEN, CLUSTER, TRAINING, constraints=PINS)
 
 
+@pytest.mark.slow
 def test_seconds_and_bytes_are_those_of_the_layers_of_the_tower(plan):
     cost, prices = tower_cost(plan), prices_of_plan(plan)
     keys = prices.keys(0, prices.num_layers)

@@ -214,6 +214,7 @@ def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_a_module_of_samples_is_planned_by_samples():
     model = replace(model_of(*traced_spec(GPT, TRAINING).operators), micro_batch_size=1)
 

@@ -134,6 +134,7 @@ def test_a_schedule_without_a_price_for_zero_3_is_refused_as_the_search_refuses_
     assert "no legal way" in fail(2, *TINY, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", mostly_slow(Recompute, {Recompute.FULL}))
 def test_one_level_of_recompute_is_searched_where_activations_may_go_to_the_host(level):
     pins = Constraints(recompute=(level,), offload=SEARCHED_OFFLOAD, tp=(1,), micro_batch_size=(1,))

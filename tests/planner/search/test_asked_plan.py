@@ -32,6 +32,7 @@ def base_alone(self: AskedPlan, question: PlanQuestion) -> Reply:
     return self._searches.first()
 
 
+@pytest.mark.slow
 def test_what_was_not_searched_has_a_bound_or_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = small_plan()
     monkeypatch.setattr(AskedPlan, "reply_to", base_alone)

@@ -227,9 +227,10 @@ def every_point(question: PlanRequest[ModelSpec]) -> list[Point]:
     return points
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "space",
-    mostly_slow(SPACES, {"alternating", "frozen-first"}),
+    mostly_slow(SPACES, {"alternating"}),
 )
 def test_every_objective_finds_what_enumeration_finds(space):
     model, pins = SPACES[space]
@@ -253,6 +254,7 @@ def test_every_objective_finds_what_enumeration_finds(space):
         )
 
 
+@pytest.mark.slow
 def test_the_bound_holds_where_gradients_come_and_go():
     """The peak depends on the order of recomputed layers, which no front of columns knows."""
     model, pins = SPACES["alternating"]
@@ -272,6 +274,7 @@ def test_the_bound_holds_where_gradients_come_and_go():
         assert all(solved.value >= fastest_s * (1 - 1e-9) for solved in outcome.solved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", mostly_slow([PREFIX, ALTERNATING, SEEING], (PREFIX,)))
 def test_no_random_plan_of_any_layout_is_below_the_bound(model):
     """The operators of a class may be divided in several ways, and lists of them recompute."""
@@ -294,6 +297,7 @@ def test_no_random_plan_of_any_layout_is_below_the_bound(model):
     assert plan.search.status is Status.OPTIMAL
 
 
+@pytest.mark.slow
 def test_the_plan_file_has_the_classes_and_gives_the_same_price():
     model, pins = SPACES["tensor-parallel"]
     pins = replace(pins, recompute=None, megatron_sharding=False)

@@ -23,6 +23,7 @@ from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, 
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.units import GIB
+from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import PINS
 from tests.helpers.planning import find_plan
 from tests.helpers.pools import two_pools
@@ -68,7 +69,9 @@ def kept_programs():
     return kept, lambda record, problem: kept.append((record, problem))
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    "name", mostly_slow(REQUESTS, REQUESTS.keys() - {"recompute-ahead", "experts"})
+)
 def test_the_program_agrees_with_the_search(name):
     plan = planned(name)
 
@@ -107,6 +110,7 @@ def without_the_fastest(monkeypatch):
     monkeypatch.setattr(RankColumns, "_fastest_alone", second_best)
 
 
+@pytest.mark.slow
 def test_a_column_that_a_closed_form_misses_is_found_and_becomes_the_plan(monkeypatch):
     right = planned("one-rank")
     without_the_fastest(monkeypatch)
@@ -119,6 +123,7 @@ def test_a_column_that_a_closed_form_misses_is_found_and_becomes_the_plan(monkey
     assert plan.search.bound <= plan.search.value
 
 
+@pytest.mark.slow
 def test_a_choice_that_a_closed_form_misses_is_found_on_equal_ranks(monkeypatch):
     made = one_candidate.fastest_apart
 
@@ -153,6 +158,7 @@ def slower(share):
     return fastest
 
 
+@pytest.mark.slow
 def test_a_search_that_stopped_early_has_no_certifying_program(monkeypatch):
     class Over:
         is_over = True
@@ -177,6 +183,7 @@ def test_the_memory_objective_counts_its_programs():
     assert plan.search.certificate.programs >= 2  # least redundancy, then least time
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_same_bytes_twice_and_its_file_reads_back():
     first, second = planned("equal-ranks"), planned("equal-ranks")
 

@@ -62,6 +62,7 @@ def test_it_is_the_least_of_all_numbers_that_meet_the_deadline() -> None:
         assert found.run.seconds <= deadline_s
 
 
+@pytest.mark.slow
 def test_without_any_that_meets_it_the_fastest_is_named() -> None:
     searched = probes_of(LONG_S)
     assert searched.meets(8)
@@ -78,6 +79,7 @@ def test_a_deadline_below_every_lower_bound_is_told_by_the_bound_without_a_searc
     assert "on 8 GPUs no plan takes less than" in found.error.message
 
 
+@pytest.mark.slow
 def test_a_number_whose_lower_bound_misses_is_not_searched_and_has_no_plan_in_time() -> None:
     probes = probes_of(4_000.0)
 
@@ -96,6 +98,7 @@ def test_a_deadline_beyond_the_peak_of_all_is_not_searched() -> None:
     assert "even at its peak the deadline needs" in found.error.message
 
 
+@pytest.mark.slow
 def test_time_cost_and_energy_count_failures_and_spares() -> None:
     probes = probes_of(30 * DAY_S, replace(FAILURES, spare_nodes=2))
     probes.meets(8)

@@ -93,6 +93,7 @@ def test_the_differences_of_the_parts_add_up_to_the_difference_of_the_step_and_o
         )
 
 
+@pytest.mark.slow
 def test_a_tie_is_a_step_inside_the_band_of_ours():
     comparison = compared("megatron-defaults")
     side = comparison.ours
@@ -114,6 +115,7 @@ def test_ours_free_of_pins_is_never_behind_megatron_in_the_price_that_the_search
     assert plan.search.value <= optimum.price.closed_form_s + 1e-6
 
 
+@pytest.mark.slow
 def test_a_plan_file_of_other_prices_is_priced_again():
     plan = small_plan()
     old = replace(
@@ -148,6 +150,7 @@ def test_the_printed_parts_add_up_and_leave_out_what_is_nothing():
     assert "tie: the ratio to our step time is inside its error band, +- " in output
 
 
+@pytest.mark.slow
 def test_it_says_in_what_ours_loses():
     slow = printed(*SMALL, "--tp", "4", "--pp", "1", "--zero", "0", "--baseline", "zero-1,fsdp")
 
@@ -201,6 +204,7 @@ def test_a_baseline_that_does_not_fit_says_by_how_much_and_the_others_stay():
     assert re.search(r"zero-3 takes [\d.]+ % longer", output)
 
 
+@pytest.mark.slow
 def test_a_baseline_without_a_legal_layout_says_so():
     arguments = (
         "--model",
@@ -288,6 +292,7 @@ def test_the_memory_limit_holds_for_the_baselines_too():
     assert tight["memory_limit_gib"] == 10
 
 
+@pytest.mark.slow
 def test_a_plan_file_is_compared_as_it_is():
     plan = small_plan(Constraints(tp=(2,)))
     write_plan(plan, Path("plan.yaml"))

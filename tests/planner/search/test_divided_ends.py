@@ -75,7 +75,7 @@ def ends_of(strategy: Strategy) -> tuple[LayerChoice, LayerChoice]:
 
 @pytest.mark.parametrize(
     ("seed", "tied", "pp"),
-    mostly_slow(itertools.product(range(6), (False, True), (1, 2)), {(0, True, 1)}),
+    mostly_slow(itertools.product(range(3), (False, True), (1, 2)), {(0, True, 1)}),
 )
 def test_no_division_of_embedding_and_head_is_faster_than_the_plans(seed, tied, pp):
     instance = instance_of(seed, tied=tied)
@@ -102,9 +102,10 @@ def test_no_division_of_embedding_and_head_is_faster_than_the_plans(seed, tied, 
     assert min(steps_s) >= step_s * (1 - NEAR - (plan.search.gap if pp > 1 else 0.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "tied"),
-    mostly_slow(itertools.product(range(4), (False, True)), {(0, True)}),
+    mostly_slow(itertools.product(range(2), (False, True)), {(0, True)}),
 )
 def test_no_division_of_embedding_and_head_in_time_holds_less_twice(seed, tied):
     instance = instance_of(seed, tied=tied)

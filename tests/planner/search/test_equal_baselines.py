@@ -21,6 +21,7 @@ def compared(instance: Instance):
     return compare(find_plan(*parts), ("zero-1",))
 
 
+@pytest.mark.slow
 def test_the_baselines_are_the_fastest_plans_of_equal_nodes():
     instance = two_pools(5)
     cluster = pools_of(instance)
@@ -40,6 +41,7 @@ def test_the_baselines_are_the_fastest_plans_of_equal_nodes():
     assert any("as if every GPU were the slowest" in n for n in notes(comparison))
 
 
+@pytest.mark.slow
 def test_a_machine_without_room_is_said_to_have_no_plan():
     comparison, instance = compared(two_pools(3)), two_pools(3, (2**20, 2**20))
     cluster = pools_of(instance).pools[0].cluster

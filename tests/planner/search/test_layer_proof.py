@@ -60,6 +60,7 @@ def with_products_whole(strategy):
     return with_blocks(strategy, sharding=replicated, recompute=Recompute.NONE)
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_proof_of_its_blocks(priced):
     plan, strategy, catalogue = priced
 

@@ -44,6 +44,7 @@ def peak_of(plan) -> float:
     return max(stage.total for stage in plan.predicted.memory_gib) * GIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "slowdown"),
     [
@@ -131,6 +132,7 @@ def test_ctrl_c_keeps_the_lowest_peak_so_far(objective):
     assert peak_of(plan) < peak_of(fastest)
 
 
+@pytest.mark.slow
 def test_the_plan_file_of_the_least_peak_is_read_again_priced_again_and_shown(tmp_path):
     path = tmp_path / "plan.yaml"
     body = json.loads(succeed(*TINY, "--json", "-o", str(path)).stdout)

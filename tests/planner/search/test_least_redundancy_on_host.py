@@ -83,6 +83,7 @@ def peak_gib(plan: Plan) -> float:
     return max(stage.total for stage in plan.predicted.memory_gib)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "states", "precision"), CASES)
 @pytest.mark.parametrize("slowdown", mostly_slow([0.0, 0.1, 0.5], {0.1}))
 def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown(
@@ -104,6 +105,7 @@ def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown
         assert hosted.predicted.redundancy_gib.total < alone.predicted.redundancy_gib.total
 
 
+@pytest.mark.slow
 def test_a_slowdown_that_pays_for_copies_takes_states_off_the_devices() -> None:
     case = six_blocks(1, 20)
     plans = [lean(case, SEARCHED_OFFLOAD, slowdown) for slowdown in (0.0, 0.1, 0.5)]
@@ -112,6 +114,7 @@ def test_a_slowdown_that_pays_for_copies_takes_states_off_the_devices() -> None:
     assert peak_gib(plans[2]) <= peak_gib(plans[1]) < 0.5 * peak_gib(plans[0])
 
 
+@pytest.mark.slow
 def test_a_slow_host_is_not_worth_it_and_a_small_one_keeps_less() -> None:
     slow = lean(
         six_blocks(1, 20, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None), SEARCHED_OFFLOAD
@@ -197,6 +200,7 @@ def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules
     assert plan.predicted.redundancy_gib.total * GIB <= best + 0.12 * copy
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_without_the_host_the_fastest_with_it_is_the_measure() -> None:
     case = six_blocks(1, 6)
     with pytest.raises(InfeasibleError):
@@ -273,6 +277,7 @@ def front_of(gpus: int, states: int, offload: tuple[Offload, ...] | None) -> Par
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpus", "states"),
     [
@@ -307,6 +312,7 @@ def test_the_front_with_the_host_is_nowhere_worse_than_without_it(gpus: int, sta
     assert least - hosted.nothing_within_gib < 3 / 1024
 
 
+@pytest.mark.slow
 def test_a_front_where_only_the_host_makes_it_fit_has_it_in_every_point() -> None:
     with pytest.raises(InfeasibleError):
         front_of(1, 6, ())
@@ -318,6 +324,7 @@ def test_a_front_where_only_the_host_makes_it_fit_has_it_in_every_point() -> Non
     ]
 
 
+@pytest.mark.slow
 def test_a_front_with_nothing_said_leaves_the_host_alone_where_the_devices_are_enough() -> None:
     assert [point.values for point in front_of(1, 20, None).points] == [
         point.values for point in front_of(1, 20, ()).points
@@ -349,6 +356,7 @@ def test_an_interrupt_among_the_searches_with_the_host_keeps_the_points(
     )
 
 
+@pytest.mark.slow
 def test_the_table_and_the_picture_say_what_each_point_keeps_on_the_host(tmp_path: Path) -> None:
     for front in (front_of(1, 20, ()), front_of(1, 20, SEARCHED_OFFLOAD)):
         out = io.StringIO()

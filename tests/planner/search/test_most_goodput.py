@@ -83,6 +83,7 @@ def every_advance_s(most: int, failures: Failures) -> dict[int, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mtbf_s", "repair_s", "spares"),
     [

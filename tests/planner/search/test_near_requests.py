@@ -13,6 +13,7 @@ from parplan.planner.request import Request
 from parplan.planner.search.many_searches import Answer, answer_request
 from parplan.planner.search.near_requests import Near, NearRequests, Way
 from parplan.planner.search.what_if import knob_named, with_degree
+from tests.helpers.cases import mostly_slow
 
 
 @cache
@@ -34,9 +35,7 @@ def step_s(answer: Answer) -> float:
     return answer.plan.predicted.step_time_s.value
 
 
-@pytest.mark.parametrize(
-    ("axis", "degree"), [("pp", 4), pytest.param("tp", 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("axis", "degree"), mostly_slow([("pp", 4), ("tp", 4)], ()))
 def test_a_pinned_degree_has_the_plan_of_its_own_search(axis: str, degree: int) -> None:
     pinned = with_degree(request_(), axis, degree)
     near = searched().answer(pinned, NEVER, Way(Near.PRICES))
@@ -45,13 +44,14 @@ def test_a_pinned_degree_has_the_plan_of_its_own_search(axis: str, degree: int) 
     assert step_s(near) == pytest.approx(step_s(answer_request(pinned)), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "factor"),
     [
         ("memory of a GPU", 0.5),
         pytest.param("bandwidth between nodes", 0.25, marks=pytest.mark.slow),
         pytest.param("bandwidth inside a node", 1.25, marks=pytest.mark.slow),
-        ("batch", 2.0),
+        pytest.param("batch", 2.0, marks=pytest.mark.slow),
     ],
 )
 def test_a_changed_quantity_has_the_plan_of_its_own_search(what: str, factor: float) -> None:
@@ -61,7 +61,8 @@ def test_a_changed_quantity_has_the_plan_of_its_own_search(what: str, factor: fl
     assert step_s(near) == pytest.approx(step_s(answer_request(changed)), rel=1e-6)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", mostly_slow([2, 4], {2}))
 def test_no_plan_with_a_degree_is_below_its_bound(degree: int) -> None:
     bound_s = searched().least_with("tp", degree)
     assert bound_s is not None

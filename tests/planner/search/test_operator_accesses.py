@@ -94,6 +94,7 @@ def between(smallest):
     return limit_of(0.99 * smallest[BLOCK])
 
 
+@pytest.mark.slow
 def test_where_blocks_do_not_fit_the_plan_uses_an_operator_at_a_time(between):
     with pytest.raises(InfeasibleError):
         find_plan(request(between, (BLOCK,)))
@@ -115,7 +116,13 @@ def test_where_blocks_fit_they_are_one_access_as_before(smallest):
     assert plan == find_plan(request(limit, (BLOCK,)))
 
 
-@pytest.mark.parametrize("access", [(OPERATOR,), (BLOCK, OPERATOR)])
+@pytest.mark.parametrize(
+    "access",
+    [
+        pytest.param((OPERATOR,), id="operator"),
+        pytest.param((BLOCK, OPERATOR), id="both", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("share", mostly_slow([1.0, 1.4], {1.0}))
 def test_no_choice_of_locations_by_hand_is_below_the_bound(between, access, share):
     limit = share * between

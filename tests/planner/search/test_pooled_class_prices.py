@@ -17,6 +17,7 @@ from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.pooled_class_prices import PooledClassPrices
 from parplan.profiles.models.blocks import BlockRun
 from parplan.profiles.units import GIB, MIB
+from tests.helpers.cases import mostly_slow
 from tests.helpers.class_strategies import every_strategy, random_strategy, tied_alike
 from tests.helpers.instances import PINS, Instance, redundant_bytes
 from tests.helpers.planning import find_plan, request
@@ -25,7 +26,7 @@ from tests.helpers.pools import Priced, fits, layouts_on_pools, shares_of, tight
 SLOWDOWN = 0.2
 LEVELS = replace(PINS, recompute=PINS.recompute[::2], zero=(0, 2))
 PLAIN = replace(LEVELS, schedule=(Schedule.ONE_F_ONE_B,))
-SEEDS = [pytest.param(seed, marks=() if seed == 3 else pytest.mark.slow) for seed in range(8)]
+SEEDS = mostly_slow(range(4), {3})
 
 
 def two_classes(seed: int) -> Instance:
@@ -67,6 +68,7 @@ def search(instance, pins, objective=Objective.THROUGHPUT, **options):
     return find_plan(*parts, objective, constraints=pins, options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_search_equals_brute_force_under_both_objectives(seed):
     pins = PLAIN if seed % 2 else LEVELS

@@ -23,6 +23,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.unequal_cluster import Join, Pool, unequal_cluster
 from parplan.profiles.units import GIB, MIB
+from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import (
     PINS,
     Instance,
@@ -48,7 +49,7 @@ SCHEDULES = (
     Schedule.EARLY_RECOMPUTE,
     Schedule.LAST_NO_RECOMPUTE,
 )
-SEEDS = [pytest.param(seed, marks=() if seed in (3, 7) else pytest.mark.slow) for seed in range(12)]
+SEEDS = mostly_slow((0, 1, 3, 7), {7})
 
 
 def search(instance, objective=Objective.THROUGHPUT, **options):
@@ -137,6 +138,7 @@ def test_no_plan_over_pools_is_leaner_than_the_bound_within_its_own_step(seed):
         assert least <= redundant_bytes(strategy, price) * (1 + 1e-9) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_random_choice_of_columns_over_pools_is_below_the_bounds_of_its_layout(seed):
     """Deep pipelines, unequal numbers of blocks, and schedules that a tiny case has no room for."""
@@ -181,6 +183,7 @@ def random_counts(layout, num_layers, draw):
     return held
 
 
+@pytest.mark.slow
 def test_an_order_of_pools_is_replayed_whose_closed_form_is_no_shorter():
     shape, kinds = random_instance(242), (("h20-96gb", 2), ("l40s-48gb", 1), ("h100-80gb", 1))
     joins = [

@@ -17,12 +17,13 @@ from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.unequal_cluster import Join, Pool, unequal_cluster
 from parplan.profiles.models.model_catalog import load_model
+from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import PINS, every_price, peak_bytes, redundant_bytes
 from tests.helpers.planning import request
 from tests.helpers.pools import two_pools
 
 BATCH = 6
-SEEDS = [pytest.param(seed, marks=() if seed == 3 else pytest.mark.slow) for seed in range(6)]
+SEEDS = mostly_slow(range(4), {3})
 
 
 def instance_of(seed: int):
@@ -63,6 +64,7 @@ def prices_by_pool(instance):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shares_of_two_pools_equal_brute_force_under_both_objectives(seed):
     instance = instance_of(seed)
@@ -104,6 +106,7 @@ def test_the_exchange_sends_each_gradient_once_over_the_join():
     assert exchange_s == pytest.approx(2 * join.latency_s + num_bytes / join.total_bytes_per_s)
 
 
+@pytest.mark.slow
 def test_many_shares_follow_the_speeds_of_the_pools():
     machines = [with_gpus(load_cluster(kind), 2) for kind in ("a100-80gb", "h100-80gb")]
     pools = [Pool(name=f"p{n}", cluster=machine) for n, machine in enumerate(machines)]
@@ -134,6 +137,7 @@ def test_ctrl_c_ends_the_searches_with_the_best_shares_so_far():
         divide_batch(asked(instance_of(3)), SearchWatch(interrupted=lambda: True))
 
 
+@pytest.mark.slow
 def test_shares_move_as_far_as_the_next_that_divides_over_the_ranks():
     machines = [with_gpus(load_cluster(kind), 32) for kind in ("a100-80gb", "h100-80gb")]
     pools = [Pool(name=f"p{n}", cluster=machine) for n, machine in enumerate(machines)]

@@ -58,6 +58,7 @@ def without_choice(plan):
     return replace(plan.search, preference=None, runners_up=(), layers=None, certificate=None)
 
 
+@pytest.mark.slow
 def test_every_preference_has_the_proof_of_the_fastest_and_says_how_much_slower_it_is(plans):
     fastest = plans[Prefer.FASTEST]
     proven = without_choice(fastest)
@@ -126,6 +127,7 @@ def test_losses_between_two_plans_are_those_of_whole_prices(plans):
     assert worst[1] < worst[0]
 
 
+@pytest.mark.slow
 def test_a_scaled_bound_is_the_simulated_step_within_a_twentieth_of_a_percent(plans, monkeypatch):
     monkeypatch.setattr(corner_steps, "CLOSE", 0.0)  # simulates every scenario
     simulated = preferring(Prefer.ROBUST)
@@ -149,6 +151,7 @@ def test_the_same_request_prefers_the_same_bytes_twice(plans):
     assert plan_to_yaml(preferring(Prefer.ROBUST)) == plan_to_yaml(plans[Prefer.ROBUST])
 
 
+@pytest.mark.slow
 def test_without_an_error_band_the_fastest_plan_stays_and_says_why():
     plan = preferring(
         Prefer.LEANEST, TargetOptions(model="gpt-tiny", gpus=4, freeze=("embedding",))

@@ -30,7 +30,7 @@ from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import every_strategy, peak_bytes, random_instance
 from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
 
-SEEDS = mostly_slow((1, 3, 4, 8), {1, 4})
+SEEDS = mostly_slow((1, 3, 4, 8), {4})
 SCHEDULES = sorted(AHEAD)
 LEVELS = tuple(Recompute)
 
@@ -180,6 +180,7 @@ def test_the_search_finds_the_best_of_all_strategies(seed, schedule):
         assert plan.search.bound <= best_s + 1e-6
 
 
+@pytest.mark.slow
 def test_where_memory_binds_the_shifted_critical_path_is_faster_than_1f1b_and_the_search_takes_it():
     entry, cluster = load_model("gpt-1.5b"), with_gpus(load_cluster("a10g-24gb"), 8)
     training, limit = (

@@ -270,6 +270,7 @@ def test_pins_that_only_together_stand_in_the_way_are_dropped_together_and_no_mo
             search(replace(tight, constraints=fewer))
 
 
+@pytest.mark.slow
 def test_the_margin_that_is_named_is_the_largest_that_fits():
     pins = Constraints(tp=(1,), pp=(8,), micro_batch_size=(4,), recompute=(Recompute.NONE,))
     need = needs(request(pins, GIB))
@@ -350,6 +351,7 @@ def test_nothing_helps_below_what_every_device_loses():
     assert answer.found == ()
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_spent_says_what_was_not_tried():
     pins = Constraints(recompute=(Recompute.NONE,), forbid=(Ban("zero", 3),))
     tight = between(pins, Constraints())

@@ -94,6 +94,7 @@ def enumerated(matrix):
     return worst, worst.index(min(worst))
 
 
+@pytest.mark.slow
 def test_least_regret_equals_enumeration(plan):
     robust = plan.search.robust
     worst, least = enumerated([each.steps_s for each in robust.plans])
@@ -172,6 +173,7 @@ def test_the_robust_plan_is_that_of_least_regret(plan):
     assert robust.search.value == plan.search.value  # the proof is that of the fastest
 
 
+@pytest.mark.slow
 def test_without_time_for_the_corners_the_table_says_that_they_are_not_searched(monkeypatch):
     def out_of_time(*_):
         raise OutOfTimeError("the time limit came")
@@ -195,6 +197,7 @@ def test_other_objectives_have_no_worst_cases(objective):
         request(robust=SHARE, objective=objective)
 
 
+@pytest.mark.slow
 def test_worst_cases_over_pools_are_prices_on_pools_that_are_off():
     instance = two_pools(3)
     parts = instance.model, instance.cluster, instance.training

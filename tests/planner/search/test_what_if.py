@@ -46,6 +46,7 @@ def step_s(reply: object) -> float:
     return reply.plan.predicted.step_time_s.value
 
 
+@pytest.mark.slow
 def test_the_base_is_the_plan_and_pins_and_knobs_change_one_thing() -> None:
     plan = small_plan()
     base_s = step_s(reply_to(plan, PlanQuestion(what=BASE)))

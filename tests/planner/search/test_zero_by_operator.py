@@ -31,7 +31,7 @@ from tests.helpers.planning import enumerate_candidates, estimate_plan, find_pla
 BY_OPERATOR = replace(PINS, zero_by_operator=True)
 DRAWN = 40  # strategies of each layout with a drawn way for every block
 SLOWDOWN = 0.2
-SEEDS = mostly_slow(range(12), {4})
+SEEDS = mostly_slow(range(5), {4})
 
 
 def with_ways(strategy, ways, draw):
@@ -74,6 +74,7 @@ def every_price(instance, seed, step=1):
     return priced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_enumerated_strategy_beats_the_search_or_its_bound(seed):
     instance = random_instance(seed)
@@ -131,6 +132,7 @@ def test_where_memory_falls_between_stages_two_of_them_are_faster(tight):
     assert by_operator.search.gap < 0.01
 
 
+@pytest.mark.slow
 def test_a_plan_file_with_stages_by_operator_has_the_price_of_its_search(tight):
     document = plan_to_document(tight[1])
     plan = plan_from_document(document, "plan.yaml")

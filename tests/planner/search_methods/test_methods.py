@@ -27,7 +27,7 @@ from tests.helpers.instances import peak_bytes, random_instance
 from tests.helpers.planning import request
 from tests.helpers.pools import two_pools
 
-BUDGET_S = 0.5
+BUDGET_S = 2.0  # also on a busy machine
 NEAR = 1.5  # of the optimum, which any method reaches on so small a space
 
 
@@ -36,7 +36,8 @@ def tiny(seed: int):
     return request(instance.model, instance.cluster, instance.training)
 
 
-@pytest.mark.parametrize("name", mostly_slow(METHODS, list(METHODS)[::3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", mostly_slow(METHODS, ["ours", "mcmc"]))
 def test_a_method_finds_a_legal_strategy_at_the_price_of_every_plan(name):
     asked = tiny(4)
     space = MethodSpace(asked)
@@ -56,6 +57,7 @@ def test_a_method_finds_a_legal_strategy_at_the_price_of_every_plan(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (22, 24))]
 )
@@ -73,6 +75,7 @@ def on_pools(seed: int):
     return request(instance.model, instance.cluster, instance.training)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_exhaustive_search_over_pools_ends_with_the_proven_optimum(seed):
     reference = run_method("ours", on_pools(seed), math.inf)
@@ -84,7 +87,8 @@ def test_exhaustive_search_over_pools_ends_with_the_proven_optimum(seed):
     assert found.step_s <= reference.step_s * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("name", mostly_slow(METHODS, ["dynamic-program", "policy-gradient"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", mostly_slow(METHODS, ["policy-gradient"]))
 def test_a_method_finds_a_plan_over_pools(name):
     asked = on_pools(3)
     plan = find_by_method(asked, name, BUDGET_S)

@@ -95,6 +95,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "precision", "batch", "communication"), CASES)
 def test_no_exact_schedule_needs_more_than_its_column_says(
     gpus: int, precision: Precision, batch: int, communication: ChunkCommunication
@@ -178,6 +179,7 @@ def test_the_best_of_all_counts_is_found() -> None:
         assert all(c.homes.host + c.homes.optimizer for c in columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "precision", "batch", "communication"), CASES)
 def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(
     gpus: int, precision: Precision, batch: int, communication: ChunkCommunication
@@ -207,6 +209,7 @@ def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(
     assert seen > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize(
     ("host", "rate"), [(2.0, 5e9), pytest.param(4.0, 1e11, marks=pytest.mark.slow), (6.0, 1e12)]
@@ -246,6 +249,7 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
     assert sent or host < 6
 
 
+@pytest.mark.slow
 def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
     """An error prices a plan that does not fit with as many micro-batches as fill its pipeline."""
     case = instance(2, 10 * STATES, batch=16)
@@ -348,6 +352,7 @@ def blocks_of(pcie_bytes_per_s: float) -> tuple[int, int]:
     )
 
 
+@pytest.mark.slow
 def test_fast_copies_make_room_for_activations_and_slow_ones_are_avoided_by_recompute() -> None:
     assert blocks_of(1e12) == (0, 6)
     recomputed, offloaded = blocks_of(1e7)
@@ -355,6 +360,7 @@ def test_fast_copies_make_room_for_activations_and_slow_ones_are_avoided_by_reco
     assert offloaded < 6
 
 
+@pytest.mark.slow
 def test_what_fits_the_devices_by_more_pipeline_does_not_go_to_slow_hosts() -> None:
     case = instance(4, 4 * STATES, batch=16, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None)
     pins = replace(

@@ -62,7 +62,7 @@ def test_a_value_that_passes_by_does_not_count():
     assert bounds_of(model_of(*operators)) == [0, 1, 4, 5, 6]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_pair_that_is_left_gains_by_joining(seed):
     chance = Random(seed)
     widths = [chance.choice((8, 16, 24, 32)) for _ in range(12)]

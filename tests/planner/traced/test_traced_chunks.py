@@ -172,6 +172,7 @@ def strategies(session: SearchSession, layout: ParallelLayout) -> Iterator[Strat
                 yield replace(base, stages=with_locations(base.stages, layout, chosen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "gpus", "pp"),
     [
@@ -204,6 +205,7 @@ def test_a_plan_is_nearly_as_fast_as_the_fastest_of_all_exact_schedules(pattern,
     assert found.plan.search.status is Status.OPTIMAL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["abc", "abab"])
 def test_no_exact_schedule_needs_more_than_its_column_says(pattern):
     made = case(pattern, 4)

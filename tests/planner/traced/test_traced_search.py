@@ -294,6 +294,7 @@ FRAME_OF_TWO = ParallelLayout(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.SCP]
 )
@@ -313,6 +314,7 @@ def test_what_the_columns_say_is_what_the_step_costs(schedule):
             assert price.closed_form_s == pytest.approx(solved.value, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_recompute_ahead_of_the_gradient_is_faster_than_1f1b_where_memory_needs_recompute():
     model, options = (
         traced_spec(GPT, TRAINING),
@@ -352,6 +354,7 @@ def test_the_same_request_gives_the_same_plan():
     assert first.plan.search.bound <= first.plan.search.value * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_nothing_fits_and_the_error_says_what_binds_by_how_much_and_what_would_help():
     large = replace(
         GPT,
@@ -481,6 +484,7 @@ def every_price(search: SearchSession) -> list[Point]:
     return points
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", mostly_slow(["abab", "aabb", "abcab", "abc"], {"abab", "abc"}))
 @pytest.mark.parametrize("share", mostly_slow([0.0, 0.1, 0.6], {0.1}))
 def test_every_objective_over_two_and_three_classes_finds_what_enumeration_finds(pattern, share):
@@ -546,6 +550,7 @@ def within_limits(
         yield session, fastest_of(session), fastest_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern",
     mostly_slow(["aabab", "abcab", "adbad", "abbaab", "bcabcb"], {"aabab"}),
@@ -604,6 +609,7 @@ def test_parts_that_share_their_ranks_hold_the_least_redundant_bytes_in_time(pat
     assert found.plan.search.status is Status.OPTIMAL
 
 
+@pytest.mark.slow
 def test_no_parts_that_share_their_ranks_fit_below_the_least_peak():
     training = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
     sharded = of_classes("abab", whole=True)

@@ -79,6 +79,7 @@ def every_plan(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE])
 @pytest.mark.parametrize(
     "rule", [RecomputeRule((HALF,)), RecomputeRule((Fraction(1), HALF)), MEMORY]

@@ -21,6 +21,7 @@ def row(measured_s, **changes):
     )
 
 
+@pytest.mark.slow
 def test_rows_within_and_outside_are_counted_by_trait():
     share = shipped_bands()[0].share(TRAITS)
 
@@ -46,6 +47,7 @@ def test_runs_above_the_margin_of_a_risk_are_counted():
     assert overrun([row(1.0)]) == {}
 
 
+@pytest.mark.slow
 def test_shipped_bands_hold_eight_in_ten_runs_that_they_did_not_see():
     times, _ = shipped_bands()
     runs = [run for run in shipped_deviations() if run.time is not None]

@@ -241,6 +241,7 @@ def test_a_table_is_read_and_a_missing_column_is_an_error(tmp_path):
         read_rows(tmp_path / "none.csv")
 
 
+@pytest.mark.slow
 def test_a_table_without_a_column_that_may_be_empty_is_refused_or_priced(tmp_path):
     path = tmp_path / "steps.csv"
     for column in sorted(set(ROW) - {"id", "framework"}):

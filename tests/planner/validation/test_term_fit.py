@@ -82,6 +82,7 @@ def test_a_fit_prices_its_rows_as_the_validation_does():
     assert FittedRow(row, priced).errors(terms) == (priced.error, priced.memory_error)
 
 
+@pytest.mark.slow
 def test_a_slowdown_is_found_again_and_terms_that_no_row_shows_stay_neutral():
     terms = fit_terms([*rows_of("one", TRUTH), *rows_of("two", TRUTH)])
 
@@ -109,6 +110,7 @@ def test_a_term_without_an_experiment_is_that_of_the_others():
     assert without["two"] == pytest.approx(1.25, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_only_experiment_of_a_stack_falls_back_to_neutral_when_no_other_stack_is_fitted():
     without = fit_terms(rows_of("one", TRUTH)).stacks["internevo"]["kernel_slowdown"].without
 

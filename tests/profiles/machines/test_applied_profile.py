@@ -326,6 +326,7 @@ def test_a_plan_keeps_what_was_measured_in_compact_rows(tmp_path):
     assert "profile" not in plan_to_document(replace(plan, cluster=CPU))["cluster"]
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_the_calibration_that_it_was_made_with(tmp_path):
     there = replace(CLUSTER, calibration=calibration(**ODD))
     plan = find_plan(

@@ -66,6 +66,7 @@ def test_frozen_parts_are_named_by_their_role():
     }
 
 
+@pytest.mark.slow
 def test_a_trace_knows_what_is_trained():
     tuning = FineTuning(lora_rank=R, lora_targets=("q_proj",))
     source = ModuleSource(huggingface=CONFIGS["llama"], fine_tuning=tuning)

@@ -80,6 +80,7 @@ def kept_bytes(operators: Iterable[Operator]) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_parameters_and_flops_of_the_executors_modules_are_those_of_the_description(name):
     traced_model, expected = traced(name), described(own_spec(name))
@@ -100,6 +101,7 @@ def test_parameters_and_flops_of_the_executors_modules_are_those_of_the_descript
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(CONFIGS, {"llama"}))
 def test_parameters_and_flops_of_hugging_face_models_are_those_of_the_description(name):
     traced_model, expected = traced_hugging_face(name), described(spec_of(CONFIGS[name]))
@@ -135,6 +137,7 @@ def test_embedding_and_head_keep_what_is_described_and_where_the_targets_are(nam
     )
 
 
+@pytest.mark.slow
 def test_what_a_cpu_keeps_with_dropout_in_fp32_is_described_as_well():
     """Its attention keeps scores, masks and dropped scores, and its norms statistics of fp32."""
     spec, training = own_spec("gpt_dropped"), replace(TRAINING, precision=Precision.FP32)

@@ -34,6 +34,7 @@ from parplan.report.machines.profile_document import profile_document
 from parplan.report.machines.profile_series import series_of
 from parplan.report.machines.profile_tables import figures_of, print_profile
 from parplan.report.plots.profile_plot import draw_profile
+from tests.helpers.cases import mostly_slow
 from tests.helpers.synthetic_profiles import CLUSTER, Machine
 
 LINKS = analytic_profile("a100-80gb")
@@ -262,7 +263,8 @@ SMALL = profile_of([Machine().streamed("gelu", n_bytes) for n_bytes in (2**20, 2
 
 
 @pytest.mark.parametrize(
-    ("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+    ("suffix", "start"),
+    mostly_slow([("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")], {("svg", b"<?xml")}),
 )
 def test_the_picture_is_written_in_the_format_of_its_name(suffix, start, tmp_path):
     path = tmp_path / f"own.{suffix}"

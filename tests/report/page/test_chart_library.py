@@ -14,6 +14,7 @@ def library() -> str:
         return made()
 
 
+@pytest.mark.slow
 def test_the_library_is_made_once_and_then_read(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = library()

@@ -205,6 +205,7 @@ def test_the_charts_draw_the_numbers_of_the_plan(page, documents):
     assert peaks["rank 1"] == pytest.approx(totals[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_charts_are_as_their_schema_says(page):
     """The page is written without altair's own check of every part."""
     import altair

@@ -35,6 +35,7 @@ def page_of(*arguments: str) -> Page:
     return Page(succeed("report", *arguments, *PLAIN, "-o", "-").stdout)
 
 
+@pytest.mark.slow
 def test_a_searched_front_has_the_numbers_of_the_record(found):
     record, files = found
     page = page_of(str(files[0]), "--front")
@@ -54,6 +55,7 @@ def test_a_searched_front_has_the_numbers_of_the_record(found):
     assert "which choices were pinned" in page.words
 
 
+@pytest.mark.slow
 def test_the_files_of_a_front_are_drawn_as_it(found):
     record, files = found
     page = page_of(*map(str, reversed(files)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
+
 from parplan.planner.plan.plan import BatchShare
 from parplan.planner.plan.plan_file import write_plan
 from tests.helpers.command_runs import succeed
@@ -13,6 +15,7 @@ from tests.helpers.planning import find_plan
 from tests.helpers.pools import pools_of, two_pools
 
 
+@pytest.mark.slow
 def test_the_page_has_every_pool_and_the_plans_of_equal_nodes(tmp_path):
     instance = two_pools(3)
     plan = find_plan(instance.model, instance.cluster, instance.training)

@@ -14,6 +14,7 @@ MODULE = "tests.helpers.builtin_modules:gpt"
 MODEL = ("--model", MODULE, "--gpus", "4", "--gpu", "cpu")
 
 
+@pytest.mark.slow
 def test_a_traced_module_has_its_timeline_its_memory_and_its_baselines(tmp_path, monkeypatch):
     file = tmp_path / "plan.yaml"
     succeed(*MODEL, "-o", str(file))

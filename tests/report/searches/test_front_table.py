@@ -308,6 +308,7 @@ def test_the_ends_are_named_by_what_they_are():
     assert by_end["least redundant"].redundancy_gib == min(point.redundancy_gib for point in points)
 
 
+@pytest.mark.slow
 def test_a_far_slower_point_stands_at_the_edge_with_its_time(tmp_path):
     first, last = front().points[0], front().points[-1]
     far_s = 100 * first.step_time_s
@@ -322,12 +323,14 @@ def test_a_far_slower_point_stands_at_the_edge_with_its_time(tmp_path):
     assert "plan, beyond the scale" in drawn(of, tmp_path / "far.svg")
 
 
+@pytest.mark.slow
 def test_one_point_can_be_drawn(tmp_path):
     draw_front(replace(front(), points=front().points[:1]), tmp_path / "one.png")
 
     assert (tmp_path / "one.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*: No such file"):
         draw_front(front(), tmp_path / "missing" / "front.png")

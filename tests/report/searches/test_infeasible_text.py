@@ -48,6 +48,7 @@ def relaxation(flags, step_s=1.0, **fields):
     return Relaxation(flags=flags, request=ASKED, step_s=step_s, **{"proven": True, **fields})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pinned",
     [

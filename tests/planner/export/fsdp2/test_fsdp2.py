@@ -132,6 +132,7 @@ def require_same_losses(plans: dict[str, Plan]) -> None:
             assert norms == pytest.approx(expected.norms, rel=TOLERANCE), name
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_program_trains_as_the_executor_on_four_ranks():
     require_same_losses(PLANS)

@@ -112,6 +112,7 @@ def test_the_text_beside_a_tower_is_that_of_its_family(name):
     assert replace(text_alone(seen), left_out=()) == replace(seen, tower=None)
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_configuration_with_a_tower_needs_little_memory(tmp_path):
     """The GiB holds Python, its packages and the solver as well."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama4-scout"]))

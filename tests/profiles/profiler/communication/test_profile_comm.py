@@ -127,6 +127,7 @@ def test_two_ranks_measure_every_collective_and_message_and_the_overlap(tmp_path
     assert not (tmp_path / "journal.in-flight").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_ranks_of_several_nodes_measure_every_shape_at_once_and_alone(tmp_path):
     """Four ranks that count as two nodes; ranks outside a group wait for those in it."""
@@ -147,6 +148,7 @@ def test_ranks_of_several_nodes_measure_every_shape_at_once_and_alone(tmp_path):
     assert all(record.outcome is CaseOutcome.MEASURED for record in records.values())
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_resumed_run_measures_nothing_twice_and_tries_the_case_in_flight_again(tmp_path):
     """The first run makes only the first cases.

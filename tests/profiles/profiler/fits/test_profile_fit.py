@@ -116,6 +116,7 @@ def test_the_constants_that_made_the_points_come_back():
             assert getattr(actual, constant) == pytest.approx(made, rel=0.02), name
 
 
+@pytest.mark.slow
 def test_errors_of_noisy_points_are_those_of_the_noise():
     for name in measured():
         actual = curves_of(noisy())[name]

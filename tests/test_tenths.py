@@ -1,0 +1,48 @@
+"""The tenths of the slow tests are disjoint, about equal, and together all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.tenths import TENTHS, chosen_tenth, split
+
+
+def item(name: str, *markers: str) -> pytest.Item:
+    return SimpleNamespace(  # type: ignore[return-value]
+        nodeid=name,
+        path=Path(name.partition("::")[0]),
+        get_closest_marker=lambda marker: marker if marker in markers else None,
+    )
+
+
+def test_every_test_is_in_one_tenth_and_the_tenths_are_about_equal():
+    tests = [item(f"tests/test_it.py::test_case[{number}]") for number in range(2000)]
+    parts = [split(tests, tenth) for tenth in range(TENTHS)]
+
+    assert Counter(id(test) for kept, _ in parts for test in kept) == Counter(map(id, tests))
+    assert all(len(kept) + len(left) == len(tests) for kept, left in parts)
+    assert all(150 < len(kept) < 250 for kept, _ in parts)
+
+
+def test_tests_that_share_processes_are_in_one_tenth():
+    tests = [item(f"tests/test_it.py::test_world[{number}]") for number in range(50)]
+    tests.append(item("tests/test_it.py::test_start", "multiproc"))
+
+    assert sorted(len(split(tests, tenth)[0]) for tenth in range(TENTHS)) == [0] * 9 + [51]
+
+
+def test_commands_of_the_readme_are_in_every_tenth():
+    command = item("tests/docs/test_it.py::test_command[plan]", "slow", "readme")
+
+    assert all(split([command], tenth) == ([command], []) for tenth in range(TENTHS))
+
+
+def test_every_tenth_is_chosen_by_some_commit_and_a_commit_chooses_the_same_again():
+    commits = [f"{number:040x}" for number in range(200)]
+
+    assert {chosen_tenth(commit) for commit in commits} == set(range(TENTHS))
+    assert chosen_tenth(commits[3]) == chosen_tenth(commits[3])
