@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
     "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output "
     "plan.yaml\n"
-    "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan "
+    "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --for parplan "
     "--offload optimizer,parameters --host-blocks 20",
 )
 @target_options

@@ -12,7 +12,7 @@ import click
 from parplan.commands.options.option_values import LAUNCHERS
 from parplan.commands.options.result_options import as_json
 from parplan.commands.options.sections import OUTPUT
-from parplan.commands.style import Command, option, print_json, print_lines, tell_kept
+from parplan.commands.style import Command, option, print_json, print_lines, tell, tell_kept
 
 if TYPE_CHECKING:
     from parplan.planner.export.exported import Export
@@ -86,6 +86,7 @@ def export(
     from parplan.planner.export.files.exported_files import write_files
     from parplan.planner.export.files.jobs import job, run_files
     from parplan.planner.export.targets import target_named
+    from parplan.planner.launchers.known_launchers import EXECUTOR
     from parplan.planner.plan.plan_file import read_any_plan, read_plan
     from parplan.profiles.errors import InfeasibleError
     from parplan.report.plans.export_text import export_document, print_export
@@ -93,7 +94,13 @@ def export(
 
     if to not in LAUNCHERS:
         launch = launch if to == TORCHRUN else to
-        files = run_files(read_any_plan(plan_file), plan_file, launch)
+        any_plan = read_any_plan(plan_file)
+        files = run_files(any_plan, plan_file, launch)
+        if any_plan.search.launcher not in (None, EXECUTOR):
+            tell(
+                f"the price of the plan is that of {any_plan.search.launcher}; "
+                f"plan --for {EXECUTOR} searches the plans of the own executor"
+            )
         _wrote(write_files(files, folder, force=force), as_json=as_json)
         return 0
     plan = read_plan(plan_file)

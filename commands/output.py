@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from parplan.report.plans.summary_context import SummaryContext
 
 
+PROJECT_FILE = "parplan.yaml"  # the settings of a project: commands/user_settings.py
+
+
 def require_output(output: Path | None) -> None:
     """Raises ConfigError before the search when a result could not be written to `output`."""
     from parplan.profiles.documents.files import require_writable
@@ -39,6 +42,11 @@ def require_output(output: Path | None) -> None:
                 "--output - is stdout, which is closed", hint="choose a file with --output"
             )
     elif output is not None:
+        if output.name == PROJECT_FILE:
+            raise ConfigError(
+                f"--output {output} has the name of a project's settings file",
+                hint="choose another name with --output",
+            )
         require_writable(output)
 
 

@@ -354,6 +354,10 @@ def wrote_picture(plot: Path, kept: Path | None, *, to_stderr: bool) -> None:
     tell_kept(kept)
 
 
+# options that newcomers type, with the name that they have here
+_WORDS_OF_OTHERS = {"--launcher": "--for", "--framework": "--for", "--backend": "--for"}
+
+
 def _usage(error: click.ClickException) -> tuple[str, str]:
     """Click's message in the house's form, and a hint."""
     context = getattr(error, "ctx", None)
@@ -362,8 +366,11 @@ def _usage(error: click.ClickException) -> tuple[str, str]:
     message = error.message if possibilities else error.format_message()
     message = " ".join(message.split()).rstrip(".")
     hint = f"see {command} --help"
-    if possibilities:
-        hint = f"did you mean {_nearest(getattr(error, 'option_name', ''), possibilities)!r}?"
+    named = getattr(error, "option_name", "")
+    if named in _WORDS_OF_OTHERS:
+        hint = f"did you mean {_WORDS_OF_OTHERS[named]!r}?"
+    elif possibilities:
+        hint = f"did you mean {_nearest(named, possibilities)!r}?"
     return message[:1].lower() + message[1:], hint
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import click
 
-PROJECT_FILE = "parplan.yaml"
+from parplan.commands.output import PROJECT_FILE
+
 USER_FILE = "config.yaml"
 KEY = "for"
 
@@ -54,13 +55,22 @@ def _launchers(path: Path) -> tuple[str, ...]:
     from parplan.profiles.errors import ConfigError, unknown_name_error
 
     stated = read_config(path)
+    if isinstance(stated, dict) and "plan_version" in stated:
+        raise ConfigError(
+            f"{path} is a plan, and stands where a project has its settings",
+            hint=f"give the plan another name than {PROJECT_FILE}",
+        )
     if not isinstance(stated, dict) or set(stated) != {KEY}:
         found = ", ".join(map(str, stated)) if isinstance(stated, dict) else "no mapping"
         raise ConfigError(
-            f"{path} has {found or 'nothing'}, a settings file has the key {KEY} alone",
+            f"{path} has {found or 'nothing'}, a settings file has the one key '{KEY}'",
             hint=f"write a line such as '{KEY}: megatron'",
         )
     value = stated[KEY]
+    if not value:
+        raise ConfigError(
+            f"{KEY} of {path} names no launcher", hint=f"write a line such as '{KEY}: megatron'"
+        )
     names = value if isinstance(value, list) else str(value).split(",")
     chosen = tuple(str(name).strip() for name in names)
     for name in chosen:

@@ -125,6 +125,11 @@ def _cluster(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluste
         return _cluster_of_file(target, target.cluster), ()
     if target.gpu is not None and (":" in target.gpu or "+" in target.gpu):
         return pools_of_text(target.gpu, target.gpus, target.gpus_per_node), (ASSUMED_JOIN_PHRASE,)
+    if target.gpus is None and (target.gpu or "").isdecimal():
+        raise ConfigError(
+            f"--gpus is missing, and --gpu {target.gpu} names no GPU",
+            hint=f"did you mean --gpus {target.gpu}?",
+        )
     if target.gpus is None:
         raise ConfigError(
             "--gpus is missing",

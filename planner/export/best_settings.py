@@ -284,7 +284,10 @@ _NOT_SEARCHED = (
         "unequal stages of blocks of several classes, where a part of each stage recomputes",
         "they are as equal as can be",
     ),
-    UnsearchedPart("anything on the host", "a plan that is exported may have states there"),
+    UnsearchedPart(
+        "states and activations on the host",
+        "they are exported where a plan of --for none has them",
+    ),
     UnsearchedPart(
         "the precision of the training, its products and its optimizer's states",
         "they are those of the request",
@@ -306,10 +309,12 @@ def _require_settings(request: Request, target: Target) -> None:
     """Raises ConfigError for a request that asks for more than settings of a launcher."""
     require_plain(request.model, request.training, target)
     pins, stack = request.constraints, request.training.stack.name
-    asked = {
+    other_goals = {
         f"--objective {request.objective}": request.objective is not Objective.THROUGHPUT,
         f"--prefer {request.options.prefer}": request.options.prefer is not Prefer.FASTEST,
         "--robust": request.options.robust is not None,
+    }
+    unsaid = {
         "--recompute-first-stage": pins.recompute_first_stage is not None,
         "--zero-by-operator": pins.zero_by_operator,
         "--tp-overlap": pins.tp_overlap not in (None, (0,)),
@@ -318,11 +323,15 @@ def _require_settings(request: Request, target: Target) -> None:
         "--module": request.module is not None,
         f"--profile of the stack {stack}": stack not in target.stacks,
     }
-    for flag, given in asked.items():
+    for flag, given in (other_goals | unsaid).items():
         if given:
+            reason = (
+                "the settings of one launcher are searched for the shortest step"
+                if flag in other_goals
+                else "its settings are searched without it"
+            )
             raise ConfigError(
-                f"--for {target.name} and {flag} exclude each other: its settings are searched for "
-                "the shortest step, without the host's memory",
+                f"--for {target.name} and {flag} exclude each other: {reason}",
                 hint="leave one of them out",
             )
 

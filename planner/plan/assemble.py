@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF
 from parplan.costmodels.joined_pools import capacity_bytes
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.memory.rank_memory import RankMemory
+from parplan.costmodels.memory.rank_memory import RankMemory, at_fullest
 from parplan.costmodels.operators.plan_placements import placements
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.simulator import SimulatedStep
@@ -228,36 +228,21 @@ def _breakdown(price: StepPrice) -> Breakdown:
 
 
 def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMemory:
-    """Returns the GiB of one device by class at the fullest moment.
-
-    Bytes that are not there at that moment (`memory.apart`) are gradients that do not exist yet,
-    then activations that are freed by then, and then temporaries of layers that are gathered and
-    reduced at different times.
-    """
-    gradients, activations, temporaries = _without(
-        memory.apart, memory.states.gradients, memory.activations, memory.temporaries
-    )
+    """Returns the GiB of one device by class at the fullest moment."""
+    held = at_fullest(memory)
     return StageMemory(
         stage=rank,
-        parameters=_gib(memory.states.parameters),
-        gradients=_gib(gradients),
-        optimizer=_gib(memory.states.optimizer),
-        activations=_gib(activations),
-        temporaries=_gib(temporaries),
-        reserve=_gib(memory.reserve),
+        parameters=_gib(held.parameters),
+        gradients=_gib(held.gradients),
+        optimizer=_gib(held.optimizer),
+        activations=_gib(held.activations),
+        temporaries=_gib(held.temporaries),
+        reserve=_gib(held.reserve),
         total=_gib(memory.total),
         capacity=_gib(capacity_bytes),
         host=_gib(memory.host),
         kind=Kind.ANALYTIC,
     )
-
-
-def _without(apart: float, *classes: float) -> Iterator[float]:
-    """Yields the classes less `apart` bytes in total, taken from the first class on."""
-    for size in classes:
-        taken = min(apart, size)
-        yield size - taken
-        apart -= taken
 
 
 def _redundancy(

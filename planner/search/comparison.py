@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from parplan.costmodels.memory.rank_memory import RankMemory
+from parplan.costmodels.memory.rank_memory import RankMemory, at_fullest
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.step_breakdown import StepParts, parts_of
 from parplan.costmodels.strategy import Strategy
@@ -44,15 +44,7 @@ class ComparedPlan:
 
         They add up to its total.
         """
-        held, states = self.fullest, self.fullest.states
-        return (
-            states.parameters,
-            states.gradients,
-            states.optimizer,
-            held.activations,
-            held.temporaries,
-            held.reserve,
-        )
+        return at_fullest(self.fullest).values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ Place = tuple[str, int, str]  # the name of a holder, the id of what it holds, t
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """What keeps numbers under names: `owner` is a dict, or a class or module of Python."""
+    """A dict, or a class or file of Python, which keeps numbers under names."""
 
     name: str
     owner: Any
@@ -138,7 +138,9 @@ def _calls(program: Program) -> list[tuple[str, str]]:
 
 
 def _value(leaf: Any) -> Any:
-    return leaf.name if isinstance(leaf, fx.Node) else None if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, fx.Node):
+        return leaf.name
+    return None if isinstance(leaf, Tensor) else leaf
 
 
 def _digest(constant: Tensor) -> str:

@@ -66,6 +66,10 @@ def print_export(export: Export, model: str, out: Console) -> None:
     ]
     for line in aligned(rows, out.width, left=(0,)):
         say(out, line)
+    slower = export.configured.price.step_s > export.plan.price.step_s
+    if export.losses and slower and not export.configured.missing_bytes:
+        text = f"plan --for {export.target.name} searches its own settings, which may be faster"
+        say(out, joined(text.split(" "), " ", out.width, start="  ", indent=4))
     if not export.losses:
         say(out, "  lost      nothing")
     for loss in export.losses:

@@ -12,11 +12,11 @@ _FASTER = -5e-4  # a share that is shown as -0.1 %
 
 
 def launcher_lines(prices: Sequence[LauncherPrice], width: int) -> Iterator[str]:
-    """Yields a line with the launchers that run a plan, and one for each that does not."""
+    """Yields a line with what the settings of a plan take at launchers, and those that refuse."""
     runs = [_price_text(each) for each in prices if not each.refused]
     label = "launchers"
     if runs:
-        text = " | ".join(runs)
+        text = f"these settings at {' | '.join(runs)}"
         yield joined(text.split(" "), " ", width, start=labelled(label))
         label = ""
     for each in prices:

@@ -88,7 +88,7 @@ def _layers(plan: Plan) -> Iterator[str]:
         yield "recompute by block"
     elif levels != {"none"}:
         (level,) = levels
-        yield f"recompute {level if level in _LEVELS else 'of a list'}"
+        yield f"recompute {level if level in _LEVELS else 'of chosen operators'}"
     if any(each.keep_on_host for each in used):
         yield "activations on the host"
 
@@ -97,7 +97,8 @@ def _notes(table: LauncherTable, width: int) -> Iterator[str]:
     """Yields lines about launchers that cannot be told apart, and about those without a plan."""
     if len(table.tied) > 1:
         every = len(table.tied) == len(table.plans)
-        names = f"all {len(table.tied)} launchers" if every else ", ".join(table.tied)
+        whole = "both launchers" if len(table.tied) == 2 else f"all {len(table.tied)} launchers"
+        names = whole if every else ", ".join(table.tied)
         text = f"{names} (the error of their ratio is {percent(table.ratio_share)})"
         words = text.replace(" %", "\N{NO-BREAK SPACE}%").split(" ")
         line = joined(words, " ", width, start="  cannot tell apart: ", indent=4)
@@ -108,7 +109,11 @@ def _notes(table: LauncherTable, width: int) -> Iterator[str]:
         words = f"{', '.join(launchers)}: {reason}".split(" ")
         yield joined(words, " ", width, start=labelled("no plan"))
     if table.unsearched:
-        words = f"{', '.join(table.unsearched)}: the search ended before".split(" ")
+        words = (
+            f"{', '.join(table.unsearched)}: the searches were ended before it had a plan".split(
+                " "
+            )
+        )
         yield joined(words, " ", width, start=labelled("no plan"))
 
 

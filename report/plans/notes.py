@@ -92,7 +92,7 @@ def remarks(plan: AnyPlan, *, ruled: bool = False) -> Iterator[str]:
             "; the band is of prices without" if plan.predicted.error_band else ""
         )
     if plan.training.stack.name != EXECUTORS_STACK:
-        yield f"parplan's own executor is --stack {EXECUTORS_STACK}"
+        yield f"plans of parplan's own executor: --for {EXECUTORS_STACK}"
 
 
 def _packed(plan: Plan) -> Iterator[str]:

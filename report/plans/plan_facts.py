@@ -23,6 +23,7 @@ from parplan.report.text import band_text, gib_text, percent, seconds_text
 
 Fact = tuple[str, str, str]
 _LEFT_OUT = ("network", "stack", "front")  # of the short form
+_LEAST_SHOWN = 0.001  # the smallest share that is not shown as zero
 
 
 def deciding_facts(plan: AnyPlan, context: SummaryContext) -> Iterator[Fact]:
@@ -186,6 +187,8 @@ def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
         )
         counts = f"{counts}; integer programs {found}"
     gap = f"gap {percent(search.gap)}"
+    if search.status is not Status.OPTIMAL and gap == f"gap {percent(0.0)}":
+        gap = f"gap under {percent(_LEAST_SHOWN)}"
     if search.preference and search.preference.slowdown:
         gap = f"{gap} of the fastest"
     if search.objective is not Objective.THROUGHPUT:

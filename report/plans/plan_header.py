@@ -44,11 +44,11 @@ def unknown_names(names: Sequence[str], width: int) -> str:
 def short_assumed(assumed: Sequence[str], width: int, *, listed: bool) -> str:
     """Returns the defaults that a user would change first, and the number of the others.
 
-    listed   false to return their number alone
+    listed   false to return the GPU and the number of the others
     """
     first = [text.split(" (")[0] for text in assumed if text.split(" ")[0] not in _SELDOM_CHANGED]
     if not listed:
-        first = []
+        first = [text for text in first if text.startswith("--gpu ")]
     others = len(assumed) - len(first)
     of = "more" if first else "defaults"
     more = (f"{others} {of} (--verbose)",) if others else ()

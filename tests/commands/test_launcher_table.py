@@ -35,8 +35,8 @@ def test_the_table_has_the_best_plan_of_each_launcher_the_fastest_first():
     assert plan.search.launcher == names[0]
     steps_s = {}
     for name in names:
-        succeed(*SMALL, "--for", name, "-o", f"{name}.yaml")
-        steps_s[name] = read_plan(Path(f"{name}.yaml")).predicted.step_time_s.value
+        succeed(*SMALL, "--for", name, "-o", f"{name}.plan.yaml")
+        steps_s[name] = read_plan(Path(f"{name}.plan.yaml")).predicted.step_time_s.value
     assert names == sorted(names, key=steps_s.__getitem__)
     assert plan.predicted.step_time_s.value == steps_s[names[0]]
 
@@ -103,8 +103,11 @@ def test_a_settings_file_of_the_project_names_the_launchers(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("for: megatron\ngpu: a100-80gb\n", "a settings file has the key for alone"),
-        ("- megatron\n", "a settings file has the key for alone"),
+        ("for: megatron\ngpu: a100-80gb\n", "a settings file has the one key 'for'"),
+        ("plan_version: 1\n", "is a plan, and stands where a project has its settings"),
+        ("for:\n", "names no launcher"),
+        ("for: []\n", "names no launcher"),
+        ("- megatron\n", "a settings file has the one key 'for'"),
         ("for: megatrom\n", "unknown launcher 'megatrom'"),
     ],
 )

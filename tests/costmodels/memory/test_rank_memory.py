@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import (
+    RankMemory,
+    at_fullest,
     occupied_bytes,
     rank_memory,
     reserve_constant_bytes,
@@ -463,3 +466,19 @@ def test_peaks_of_a_large_model_on_megatron_core(pp, dp, tp, measured):
     assert max(
         rank_memory(strategy, rank, price_cache).allocated for rank in range(pp)
     ) / GIB == pytest.approx(measured, rel=0.02)
+
+
+def test_the_classes_at_the_fullest_moment_add_up_to_the_total():
+    states = StateBytes(parameters=4.0, gradients=2.0, optimizer=8.0)
+    memory = RankMemory(
+        states=states,
+        activations=5.0,
+        temporaries=3.0,
+        allocator_reserve=1.0,
+        communicators=0.5,
+        context=0.5,
+        apart=4.0,  # the gradients, and activations that are freed
+    )
+
+    assert at_fullest(memory).values == (4.0, 0.0, 8.0, 3.0, 3.0, 2.0)
+    assert sum(at_fullest(memory).values) == memory.total
