@@ -9,7 +9,8 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF
 from parplan.costmodels.joined_pools import capacity_bytes
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.memory.rank_memory import RankMemory, at_fullest
+from parplan.costmodels.memory.fullest_moment import at_fullest
+from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.operators.plan_placements import placements
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.simulator import SimulatedStep

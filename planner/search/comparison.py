@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from parplan.costmodels.memory.rank_memory import RankMemory, at_fullest
+from parplan.costmodels.memory.fullest_moment import at_fullest
+from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.step_breakdown import StepParts, parts_of
 from parplan.costmodels.strategy import Strategy

@@ -9,9 +9,9 @@ import pytest
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.memory.fullest_moment import at_fullest
 from parplan.costmodels.memory.rank_memory import (
     RankMemory,
-    at_fullest,
     occupied_bytes,
     rank_memory,
     reserve_constant_bytes,
