@@ -22,7 +22,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
-SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json", ".py")
+SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json", ".toml", ".py")
 _NODES = ("--nnodes", "--nodes", "trainer.num_nodes")
 _PROCESSES = (
     "--nproc-per-node",
