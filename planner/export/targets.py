@@ -11,6 +11,7 @@ from parplan.planner.export.galvatron.galvatron import GALVATRON
 from parplan.planner.export.hugging_face.accelerate import ACCELERATE
 from parplan.planner.export.hugging_face.hf_trainer import HUGGINGFACE
 from parplan.planner.export.megatron.megatron import MEGATRON
+from parplan.planner.export.megatron.swift_megatron import SWIFT_MEGATRON
 from parplan.planner.export.megatron_bridge.bridge import MEGATRON_BRIDGE
 from parplan.planner.export.torchtitan.torchtitan import TORCHTITAN
 from parplan.profiles.errors import unknown_name_error
@@ -27,6 +28,12 @@ TARGETS: Mapping[str, Target] = {
         GALVATRON,
         ACCELERATE,
     )
+}
+
+# programs whose files are read, and to which no plan is exported
+READERS: Mapping[str, Target] = {
+    **TARGETS,
+    **{target.name: target for target in (SWIFT_MEGATRON,)},
 }
 
 

@@ -340,7 +340,7 @@ def _batch(settings: Settings, plain: Facts) -> tuple[int, int]:
     if tokens % length:
         raise ConfigError(
             f"{tokens} tokens of a rank are no whole sequences of {length}",
-            hint="change --training.max_context_length",
+            hint="change the context length, or the tokens",
         )
     return tokens // length, tokens // length * passes
 
