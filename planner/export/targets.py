@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from parplan.planner.export.deepspeed.deepspeed import DEEPSPEED
+from parplan.planner.export.deepspeed.gpt_neox import GPT_NEOX
 from parplan.planner.export.fields.launcher import Target
 from parplan.planner.export.fsdp2.fsdp2 import FSDP2
 from parplan.planner.export.galvatron.galvatron import GALVATRON
@@ -33,7 +34,7 @@ TARGETS: Mapping[str, Target] = {
 # programs whose files are read, and to which no plan is exported
 READERS: Mapping[str, Target] = {
     **TARGETS,
-    **{target.name: target for target in (SWIFT_MEGATRON,)},
+    **{target.name: target for target in (SWIFT_MEGATRON, GPT_NEOX)},
 }
 
 

@@ -83,7 +83,7 @@ class PlannedPipeline(PipelineModule):
 def arguments(text: str, file: str) -> tuple[Given, ...]:
     """Returns the keys of a JSON, or those of a script or of TrainingArguments that name one."""
     if file.endswith(".json"):
-        return _without_disabled(nested_arguments(text, file))
+        return without_disabled(nested_arguments(text, file))
     if file.endswith(_YAMLS):
         given = nested_arguments(text, file)
     else:
@@ -92,10 +92,10 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
     if not inline and further(given) is None:
         return ()
     keys = tuple(replace(each, name=each.name.removeprefix(_INLINE)) for each in given)
-    return _without_disabled(keys)
+    return without_disabled(keys)
 
 
-def _without_disabled(given: tuple[Given, ...]) -> tuple[Given, ...]:
+def without_disabled(given: tuple[Given, ...]) -> tuple[Given, ...]:
     """Returns the keys outside of sections that say `"enabled": false`."""
     named = (each.name for each in given if each.words == ("false",))
     disabled = tuple(name.removesuffix("enabled") for name in named if name.endswith(".enabled"))
