@@ -26,14 +26,14 @@ from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import json_text, nested, nested_arguments
 from parplan.planner.export.files.script import commented, script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
-from parplan.planner.export.hugging_face.harmless_names import (
+from parplan.planner.export.hugging_face.hf_trainer import trainer_keys
+from parplan.planner.export.hugging_face.hf_trainer_arguments import ARGUMENTS as TRAINER
+from parplan.planner.export.hugging_face.hf_trainer_arguments import BESIDE, SOME_VALUES
+from parplan.planner.export.hugging_face.trainer_names import (
     ACCELERATE_NAMES,
     DEEPSPEED_NAMES,
     TRAINER_NAMES,
 )
-from parplan.planner.export.hugging_face.hf_trainer import trainer_keys
-from parplan.planner.export.hugging_face.hf_trainer_arguments import ARGUMENTS as TRAINER
-from parplan.planner.export.hugging_face.hf_trainer_arguments import BESIDE, SOME_VALUES
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec

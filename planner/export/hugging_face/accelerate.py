@@ -24,7 +24,7 @@ from parplan.planner.export.hugging_face.accelerate_arguments import (
     TABLE,
     finished,
 )
-from parplan.planner.export.hugging_face.harmless_names import ACCELERATE_NAMES, TRAINER_NAMES
+from parplan.planner.export.hugging_face.trainer_names import ACCELERATE_NAMES, TRAINER_NAMES
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.models.spec import ModelSpec
 

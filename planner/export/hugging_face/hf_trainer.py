@@ -19,7 +19,6 @@ from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import nested, nested_arguments
 from parplan.planner.export.files.script import commented, script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
-from parplan.planner.export.hugging_face.harmless_names import TRAINER_NAMES
 from parplan.planner.export.hugging_face.hf_trainer_arguments import (
     DEGREES,
     FILE_ROWS,
@@ -28,6 +27,7 @@ from parplan.planner.export.hugging_face.hf_trainer_arguments import (
     TABLE,
     finished,
 )
+from parplan.planner.export.hugging_face.trainer_names import TRAINER_NAMES
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.models.spec import ModelSpec
 
