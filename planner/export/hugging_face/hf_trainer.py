@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from parplan.planner.export.fields.arguments import Given, read_arguments, written
+from parplan.planner.export.fields.harmless import is_harmless
 from parplan.planner.export.fields.launcher import Sheet, Target
 from parplan.planner.export.fields.program_facts import whole_recomputes
 from parplan.planner.export.fields.settings import Settings, model_facts
@@ -80,7 +81,9 @@ def trainer_keys(given: Iterable[Given]) -> Iterator[Given]:
     """Yields the arguments of a script; those of TrainingArguments by the names of its keys."""
     for each in given:
         key = each.name.removeprefix("--").replace("-", "_")
-        if key not in _KEYS:
+        if is_harmless(key, (TRAINER_NAMES,)):
+            yield replace(each, name=key)
+        elif key not in _KEYS:
             yield each
         elif key == "fsdp_config" and each.words[:1] and each.words[0].startswith("{"):
             inside = nested_arguments(" ".join(each.words), each.where)
