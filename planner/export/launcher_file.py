@@ -11,11 +11,13 @@ from parplan.planner.export.exported import training_on
 from parplan.planner.export.fields.arguments import Given
 from parplan.planner.export.fields.configured import price_settings
 from parplan.planner.export.fields.launcher import Target
+from parplan.planner.export.fields.named_model import named_model
 from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.fields.understood import not_understood, require_priced
 from parplan.planner.export.files.head import stated_options
 from parplan.planner.export.files.recipe_file import SEPARATOR
 from parplan.planner.export.stated_options import Option, argument_of
+from parplan.planner.export.wrappers.wrapped_file import wrapped_file
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
@@ -113,10 +115,7 @@ class LauncherFile:
     def model(self) -> ModelSpec:
         """Returns the model that the arguments say. Raises ConfigError."""
         if self.target.model is None:
-            raise ConfigError(
-                f"{self.path}: the file does not say its model",
-                hint=f"plan read {self.path} --model NAME",
-            )
+            return named_model(self.given, str(self.path))
         return self.target.model(self.given, self.path.stem, str(self.path))
 
 
@@ -133,6 +132,9 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     if text.startswith(_PLAN):
         return None
     owners = [target for target in targets.values() if target.owns(text)]
+    wrapped = None if owners else wrapped_file(text, source)
+    if wrapped is not None:
+        return _stated(path, *wrapped, text)
     found = []
     for target in owners or targets.values():
         given = _with_further(target, target.arguments(text, str(path)), path)
@@ -141,6 +143,11 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     most, target, given = max(found, key=lambda each: each[0])
     if most < _ENOUGH:
         return None
+    return _stated(path, target, given, text)
+
+
+def _stated(path: Path, target: Target, given: tuple[Given, ...], text: str) -> LauncherFile:
+    """Returns a configuration with what its head states. Raises ConfigError."""
     require_priced(target, given)
     options = stated_options(text)
     file = LauncherFile(path=path, target=target, given=given, options=options)

@@ -7,9 +7,9 @@ and occur once.
 
 YAML is read event by event, so that its size is known before any recursion or copy of an alias;
 this takes half the time of `yaml.load`. A plain scalar has its meaning in YAML 1.1 where JSON has
-the type (text, number, true, false, null); a date is text; `0x10`, `017`, `1_000`, `1:30`, `.inf`,
-`.nan` and tags are errors. `1e5`, which has no dot, is text as in YAML 1.1, since a checksum may
-look so; a schema that needs a number there takes it for one.
+the type (text, number, true, false, null), `500_000` as 500000; a date is text; `0x10`, `017`,
+`1:30`, `.inf`, `.nan` and tags are errors. `1e5`, which has no dot, is text as in YAML 1.1, since a
+checksum may look so; a schema that needs a number there takes it for one.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ _WORDS = {
 _NUMBER_STARTS = frozenset("+-.0123456789")
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]+)?")
+_GROUPED = re.compile(  # the same with underscores between digits, as YAML 1.1 has them
+    r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)(?:\.[0-9]*(?:[eE][-+][0-9]+)?)?"
+)
 _YAML_NUMBER = re.compile(  # numbers of YAML 1.1 that JSON does not have
     r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|[1-9][0-9_]*(?::[0-5]?[0-9])*|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*"
     r"|[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))"
@@ -344,6 +347,8 @@ class _YamlDocument:
             if not math.isfinite(value):
                 raise self._wrong(event, f"{shortened(text)} is beyond the range of floats")
             return value
+        if "_" in text and _GROUPED.fullmatch(text):
+            return self._plain(event, text.replace("_", ""))
         if len(text) <= MAX_DIGITS * 4 and _YAML_NUMBER.fullmatch(text):
             raise self._wrong(
                 event,

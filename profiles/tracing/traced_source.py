@@ -49,6 +49,7 @@ MAKING = (
     "transformers cannot make the model: it",
     "check the config.json, and the version of transformers",
 )
+_CAUSAL = "ForCausalLM"  # ending of a class of causal language models
 _FILE_DTYPES = ("dtype", "torch_dtype")
 TOKENS, SAMPLES = "tokens", "samples"
 
@@ -471,24 +472,33 @@ def _settle(config: Any) -> None:
 
 
 def _model_class(transformers: Any, values: Mapping[str, Any]) -> Any:
-    """The first class in `architectures`, else the family's causal language model."""
+    """The first class in `architectures`, else the family's causal language model.
+
+    A causal language model by a name that transformers does not have, such as the MPTForCausalLM of
+    a repository's own code, is that of the family too.
+    """
     named = (values.get("architectures") or [None])[0]
-    if named is None:
-        known = transformers.AutoModelForCausalLM._model_mapping
-        config = type(transformers.AutoConfig.for_model(values.get("model_type")))
-        if config not in known:
-            raise ConfigError(
-                f"module: transformers has no causal language model of {values.get('model_type')}",
-                hint='name the class in architectures, as "architectures": ["BertForMaskedLM"]',
-            )
-        return known[config]
-    model = getattr(transformers, named, None)
+    model = None if named is None else getattr(transformers, named, None)
+    if named is None or (model is None and named.endswith(_CAUSAL)):
+        return _causal_class(transformers, values)
     if not isinstance(model, type) or not issubclass(model, transformers.PreTrainedModel):
         raise ConfigError(
             f"module: transformers has no model {named}, which architectures names",
             hint="check architectures, and the version of transformers",
         )
     return model
+
+
+def _causal_class(transformers: Any, values: Mapping[str, Any]) -> Any:
+    """The causal language model of a family. Raises ConfigError for a family without one."""
+    known = transformers.AutoModelForCausalLM._model_mapping
+    config = type(transformers.AutoConfig.for_model(values.get("model_type")))
+    if config not in known:
+        raise ConfigError(
+            f"module: transformers has no causal language model of {values.get('model_type')}",
+            hint='name the class in architectures, as "architectures": ["BertForMaskedLM"]',
+        )
+    return known[config]
 
 
 def _name(values: Mapping[str, Any], config: Any) -> str:

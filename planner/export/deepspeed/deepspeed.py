@@ -14,12 +14,13 @@ from string import Template
 from parplan.planner.export.deepspeed.deepspeed_arguments import (
     FILE_ROWS,
     REFUSED,
+    STATED,
     TABLE,
     finished,
 )
 from parplan.planner.export.fields.arguments import Given, read_arguments, reading, written
 from parplan.planner.export.fields.launcher import Sheet, Target
-from parplan.planner.export.fields.program_facts import PROGRAM, whole_recomputes
+from parplan.planner.export.fields.program_facts import whole_recomputes
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import json_text, nested, nested_arguments
@@ -28,6 +29,11 @@ from parplan.planner.export.files.shell_words import shell_arguments
 from parplan.planner.export.hugging_face.hf_trainer import trainer_keys
 from parplan.planner.export.hugging_face.hf_trainer_arguments import ARGUMENTS as TRAINER
 from parplan.planner.export.hugging_face.hf_trainer_arguments import BESIDE, SOME_VALUES
+from parplan.planner.export.hugging_face.trainer_names import (
+    ACCELERATE_NAMES,
+    DEEPSPEED_NAMES,
+    TRAINER_NAMES,
+)
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
@@ -35,6 +41,7 @@ from parplan.profiles.models.spec import ModelSpec
 _JSON = "deepspeed.json"
 _NAMED = ("--deepspeed_config", "deepspeed")  # arguments that name the JSON
 _YAMLS = (".yaml", ".yml")
+_STEPS = "gradient_accumulation_steps"
 _INLINE = "deepspeed."  # the JSON as a section of TrainingArguments
 # TrainingArguments, which fill in the values `auto`; FSDP is none beside DeepSpeed
 _OF_TRAINER = tuple(row for row in TRAINER if not row.name.startswith("fsdp"))
@@ -44,7 +51,8 @@ _USUAL = (  # of TrainingArguments
     Given("per_device_train_batch_size", ("8",), "transformers"),
     Given("gradient_accumulation_steps", ("1",), "transformers"),
 )
-_READ = (*_TRAINER, reading("deepspeed", lambda _, __: {}), *TABLE)
+_NAMING = tuple(reading(name, lambda _, __: {}) for name in (*_NAMED, "--deepspeed"))
+_READ = (*_TRAINER, *_NAMING, *TABLE)
 _PIPELINE = Template('''\
 """The pipeline stages of the plan, for deepspeed.initialize(model=PlannedPipeline(..))."""
 
@@ -111,8 +119,8 @@ def further(given: Iterable[Given]) -> str | None:
 def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
     """Returns the settings that keys say. Raises ConfigError."""
     _require_further(given)
-    filled = _filled(given, model)
-    return finished(read_arguments(_READ, filled) | model_facts(model), num_gpus)
+    facts = read_arguments(_READ, filled(given, model)) | model_facts(model)
+    return finished(facts, num_gpus)
 
 
 def _require_further(given: tuple[Given, ...]) -> None:
@@ -123,15 +131,42 @@ def _require_further(given: tuple[Given, ...]) -> None:
         raise ConfigError(f"there is no {named} beside the file", hint="put it there")
 
 
-def _filled(given: tuple[Given, ...], model: ModelSpec) -> tuple[Given, ...]:
+def _require_alike(given: Iterable[Given], wrapped: Iterable[str]) -> None:
+    """Raises ConfigError where a JSON and TrainingArguments say two batches, as transformers does.
+
+    HfTrainerDeepSpeedConfig.trainer_config_finalize
+    """
+    of_json = {each.name: each for each in given if ".json:" in each.where}
+    of_trainer = {each.name: each for each in given if ".json:" not in each.where}
+    sizes = ("per_device_train_batch_size", *(set(wrapped) & {"micro_batch_size"}))
+    pairs = [("train_micro_batch_size_per_gpu", name) for name in sizes]
+    for key, name in (*pairs, (_STEPS, _STEPS)):
+        one, other = of_json.get(key), of_trainer.get(name)
+        if one and other and "auto" not in one.words and one.words != other.words:
+            raise ConfigError(
+                f"{one.where}: {key} {one.words[0]} is not the {other.words[0]} of {name} "
+                f"({other.where}), which transformers refuses",
+                hint=f"write auto for {key}",
+            )
+
+
+def filled(
+    given: tuple[Given, ...],
+    model: ModelSpec,
+    wrapped: Iterable[str] = (),
+    usual: tuple[Given, ...] = _USUAL,
+) -> tuple[Given, ...]:
     """Returns keys without the value `auto`, which transformers fills in from its arguments.
 
+    wrapped    further arguments that say them
+    usual      arguments that count where the others do not say them
     HfTrainerDeepSpeedConfig of transformers/integrations/deepspeed.py. Raises ConfigError for such
     a value without TrainingArguments.
     """
+    _require_alike(given, wrapped)
     autos = [each for each in given if each.words == ("auto",)]
     known = {row.name for row in TABLE}
-    trainer = {row.name for row in _TRAINER} - known
+    trainer = {row.name for row in _TRAINER} - known | set(wrapped)
     if not any(each.name in trainer for each in given):
         wrong = next((each for each in autos if each.name in known), None)
         if wrong is not None:
@@ -146,7 +181,7 @@ def _filled(given: tuple[Given, ...], model: ModelSpec) -> tuple[Given, ...]:
         replace(each, words=(bucket,)) if each.name.endswith("reduce_bucket_size") else each
         for each in given
     )
-    return (*_USUAL, *(each for each in kept if each.words != ("auto",)))
+    return (*usual, *(each for each in kept if each.words != ("auto",)))
 
 
 def files(sheet: Sheet) -> Mapping[str, str]:
@@ -182,8 +217,9 @@ DEEPSPEED = Target(
     arguments=arguments,
     settings=settings,
     model=None,
+    harmless=(DEEPSPEED_NAMES, TRAINER_NAMES, ACCELERATE_NAMES),
     refused=REFUSED,
     source="deepspeed 0.19.8",
-    stated=PROGRAM,
+    stated=STATED,
     further=further,
 )

@@ -279,6 +279,7 @@ ONE_VALUE = (
     unpriced(f"{_ZERO}zero_quantized_gradients", "false"),
     unpriced(f"{_ZERO}mics_shard_size", "-1"),
     unpriced(f"{_ZERO}cpu_offload", "false"),
+    unpriced(f"{_ZERO}offload_optimizer.ratio", "1", "1.0"),
     unpriced(f"{_ZERO}cpu_offload_param", "false"),
     unpriced("bf16.immediate_grad_update", "false", "true"),
     unpriced("bf16.bf16_master_weights_and_grads", "false"),
@@ -295,7 +296,15 @@ ONE_VALUE = (
     unpriced(f"{_PIPE}grad_partitioned", "true"),
 )
 FILE_ROWS: tuple[Argument, ...] = (*BATCH, *PRECISION, *ZERO, *PARALLEL, *ONE_VALUE)
-TABLE: tuple[Argument, ...] = (*FILE_ROWS, *PROGRAM)
+# options of `plan read`, which count before the file
+STATED: tuple[Argument, ...] = (
+    reading("--micro-batch-size", lambda words, _: {"micro_batch_size": read_number(words)}),
+    reading("--global-batch-size", lambda words, _: {"stated_batch_size": read_number(words)}),
+    reading("--optimizer", lambda words, _: {"optimizer": Optimizer(words[0])}),
+    reading("--recompute", lambda words, _: {"recompute": Recompute(words[0])}),
+    *PROGRAM,
+)
+TABLE: tuple[Argument, ...] = (*FILE_ROWS, *STATED)
 _DERIVED = (
     "accumulation",
     "accumulated",
@@ -303,6 +312,9 @@ _DERIVED = (
     "data",
     "offload_optimizer",
     "offload_param",
+    "stated_batch_size",
+    "narrow_states",  # of the Trainer: DeepSpeed has its own copies in fp32
+    "mixed",
 )
 
 
@@ -400,10 +412,12 @@ def _with_batch(run: Settings, facts: Facts, plain: Facts) -> Settings:
     micro: int = facts.get("micro_batch_size", 0)  # 0 where it is left out
     steps: int = plain.get("accumulation", 0)
     whole: int = facts.get("global_batch_size", 0)
+    if "stated_batch_size" in plain:
+        whole, steps = plain["stated_batch_size"], 0
     if not whole and not micro:
         raise ConfigError(
             "neither train_batch_size nor train_micro_batch_size_per_gpu is given",
-            hint="give one of them",
+            hint="give one of them, or state it with plan read FILE --micro-batch-size N",
         )
     micro = micro or whole // (run.dp * (steps or 1))
     steps = steps or (whole // (micro * run.dp) if whole and micro else 1)

@@ -42,8 +42,8 @@ from parplan.profiles.stack import AttentionKernel
 _OWN = re.compile(r"^\s*[{]?\s*[\"']?(?:pipe|model)[_-]parallel[_-]size[\"']?\s*:", re.MULTILINE)
 _PRECISIONS = {"fp16": Precision.FP16, "bfloat16": Precision.BF16, "fp32": Precision.FP32}
 _ATTENTION = "attention_config"
-# gradients are taken in fp32 where no `data_types` says them, which is the larger of both; NeoX warns
-# of pipelines that accumulate them in 16 bits (arguments.py)
+# gradients are taken in fp32 where no `data_types` says them, which is the larger of both; NeoX
+# warns of pipelines that accumulate them in 16 bits (arguments.py)
 _DEFAULTS: Facts = {"attention": AttentionKernel.UNFUSED, "accumulated": Precision.FP32}
 _GATED = ("swiglu", "geglu", "reglu", "bilinear")
 

@@ -169,14 +169,17 @@ def _require_counts(facts: Facts) -> None:
             raise ValueError(f"a whole number from 1 to {_MOST:,} is needed")
 
 
-def read_arguments(table: Sequence[Argument], given: Sequence[Given]) -> Facts:
+def read_arguments(
+    table: Sequence[Argument], given: Sequence[Given], defaults: Facts | None = None
+) -> Facts:
     """Returns the facts that arguments say, in the order of the table.
 
+    defaults    facts that count where no argument says them
     Arguments that the table does not have are passed over. Raises ConfigError with the place of an
     argument whose words have no meaning or no price.
     """
     last = {each.name: each for each in given}  # as argparse: the last one counts
-    facts: Facts = {}
+    facts = dict(defaults or {})
     for row in table:
         if row.name not in last:
             continue

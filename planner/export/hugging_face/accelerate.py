@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from parplan.planner.export.fields.arguments import Given, read_arguments, written
+from parplan.planner.export.fields.harmless import is_harmless
 from parplan.planner.export.fields.launcher import Sheet, Target
 from parplan.planner.export.fields.program_facts import whole_recomputes
 from parplan.planner.export.fields.settings import Settings, model_facts
@@ -24,12 +25,14 @@ from parplan.planner.export.hugging_face.accelerate_arguments import (
     TABLE,
     finished,
 )
+from parplan.planner.export.hugging_face.trainer_names import ACCELERATE_NAMES, TRAINER_NAMES
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.models.spec import ModelSpec
 
 _YAML = "accelerate.yaml"
 _NESTED = (".yaml", ".yml", ".json")
 _TYPE = "distributed_type"
+_FILE = "config_file"
 _LAUNCH = (
     "accelerate launch",
     f"--config_file {_YAML}",
@@ -49,12 +52,12 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
         return nested_arguments(text, file) if _TYPE in text else ()
     if "accelerate" not in text:
         return ()
-    return tuple(_keys(shell_arguments(text, file)))
+    return tuple(launch_keys(shell_arguments(text, file)))
 
 
 def further(given: Iterable[Given]) -> str | None:
     """Returns the YAML that a launch line names."""
-    return next((each.words[0] for each in given if each.name == "--config_file"), None)
+    return next((each.words[0] for each in given if each.name == f"--{_FILE}"), None)
 
 
 def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
@@ -78,14 +81,19 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     }
 
 
-def _keys(given: Iterable[Given]) -> Iterator[Given]:
+def launch_keys(given: Iterable[Given]) -> Iterator[Given]:
     """Yields the arguments of a launch line and of its program by the names of the table."""
     known = {row.name for row in (*FILE_ROWS, *PROGRAM_KEYS)}
     for each in given:
         key = each.name.removeprefix("--").replace("-", "_")
         section = next((name for prefix, name in _SECTIONS.items() if key.startswith(prefix)), "")
         name, words = _TYPES.get(key, (f"{section}{key}", each.words[:1] or ("true",)))
-        yield replace(each, name=name, words=words) if name in known else each
+        if name in known:
+            yield replace(each, name=name, words=words)
+        elif key != _FILE and is_harmless(key, (ACCELERATE_NAMES, TRAINER_NAMES)):
+            yield replace(each, name=key)
+        else:
+            yield each
 
 
 ACCELERATE = Target(
@@ -99,8 +107,14 @@ ACCELERATE = Target(
     arguments=arguments,
     settings=settings,
     model=None,
+    harmless=(ACCELERATE_NAMES, TRAINER_NAMES),
     processes=(("num_processes",),),
-    refused=("fp8_config", "megatron_lm_config.megatron_lm_tp_degree", "deepspeed_config"),
+    refused=(
+        "fp8_config",
+        "kt_config",
+        "megatron_lm_config.megatron_lm_tp_degree",
+        "deepspeed_config",
+    ),
     source="accelerate 1.15.0",
     stated=STATED,
     further=further,

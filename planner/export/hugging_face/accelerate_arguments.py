@@ -59,7 +59,7 @@ def _reshard(settings: Settings) -> Words | None:
     return (word,) if _sharded(settings) else None
 
 
-def _read_strategy(words: Words, facts: Facts) -> Facts:
+def read_strategy(words: Words, facts: Facts) -> Facts:
     """Reads the word of FSDP 1, or the switch of FSDP 2."""
     word = words[0].upper()
     if word in ("TRUE", "FALSE"):
@@ -67,6 +67,12 @@ def _read_strategy(words: Words, facts: Facts) -> Facts:
     if word not in _STRATEGIES:
         raise ValueError(f"it has no price, {', '.join(_STRATEGIES)} have")
     return {"zero": _STRATEGIES[word]} if facts.get("zero") else {}
+
+
+def _read_wrap(words: Words, _: Facts) -> Facts:
+    if words != ("TRANSFORMER_BASED_WRAP",):
+        raise ValueError("TRANSFORMER_BASED_WRAP alone is priced")
+    return {"by_block": True}
 
 
 def _size(axis: str, fact: str, write: Callable[[Settings], int]) -> Argument:
@@ -115,12 +121,12 @@ SHARDING: tuple[Argument, ...] = (
         write=lambda run: ("2",) if _sharded(run) else None,
         read=unpriced("", "1", "2").read,
     ),
-    reading(f"{_FSDP}sharding_strategy", _read_strategy),
+    reading(f"{_FSDP}sharding_strategy", read_strategy),
     Argument(
         name=f"{_FSDP}reshard_after_forward",
         facts=("zero",),
         write=_reshard,
-        read=_read_strategy,
+        read=read_strategy,
     ),
     Argument(
         name=f"{_FSDP}offload_params",
@@ -128,7 +134,12 @@ SHARDING: tuple[Argument, ...] = (
         write=lambda run: ("true",) if run.states_on_host else None,
         read=flag("", "states_on_host").read,
     ),
-    constant(f"{_FSDP}auto_wrap_policy", "TRANSFORMER_BASED_WRAP", when=_sharded),
+    Argument(
+        name=f"{_FSDP}auto_wrap_policy",
+        facts=(),
+        write=lambda run: ("TRANSFORMER_BASED_WRAP",) if _sharded(run) else None,
+        read=_read_wrap,
+    ),
     free(f"{_FSDP}state_dict_type", "SHARDED_STATE_DICT", when=_sharded),
     free(f"{_FSDP}cpu_ram_efficient_loading", "true", when=_sharded),
     Argument(
@@ -187,9 +198,14 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
     Raises ConfigError where the keys contradict one another, and without the program's batch.
     """
     facts = dict(facts)
-    whole: int = facts.pop("global_batch_size", 0)
-    micro: int = facts.get("micro_batch_size", 0)
-    if not micro or not (whole or "accumulation" in facts):
+    if not facts.pop("by_block", False) and facts.get("zero"):
+        raise ConfigError(
+            "without fsdp_auto_wrap_policy the whole model is one unit of FSDP, which has no price",
+            hint="add fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        )
+    if not facts.get("micro_batch_size") or not (
+        "global_batch_size" in facts or "accumulation" in facts
+    ):
         raise ConfigError(
             "the file does not say the batch, which its program chooses",
             hint="state it with plan read FILE --micro-batch-size N --global-batch-size N",
@@ -199,13 +215,4 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
             "accelerate has tensor and context parallelism beside FSDP alone",
             hint="use distributed_type: FSDP, or no such degree",
         )
-    if whole:
-        at_once = micro * num_gpus // (facts.get("tp", 1) * facts.get("cp", 1))
-        if whole % at_once:
-            raise ConfigError(
-                f"--global-batch-size {whole} is no multiple of the {at_once} sequences that run "
-                f"at once",
-                hint="change it, or --micro-batch-size",
-            )
-        facts["accumulation"] = whole // at_once
     return hf_trainer_arguments.finished(facts, num_gpus)

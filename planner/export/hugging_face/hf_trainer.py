@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from parplan.planner.export.fields.arguments import Given, read_arguments, written
+from parplan.planner.export.fields.harmless import is_harmless
 from parplan.planner.export.fields.launcher import Sheet, Target
-from parplan.planner.export.fields.program_facts import PROGRAM, whole_recomputes
+from parplan.planner.export.fields.program_facts import whole_recomputes
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.files.jobs import hosts_of
 from parplan.planner.export.files.nested_file import nested, nested_arguments
@@ -23,9 +24,11 @@ from parplan.planner.export.hugging_face.hf_trainer_arguments import (
     DEGREES,
     FILE_ROWS,
     REFUSED,
+    STATED,
     TABLE,
     finished,
 )
+from parplan.planner.export.hugging_face.trainer_names import TRAINER_NAMES
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.models.spec import ModelSpec
 
@@ -39,13 +42,13 @@ _PREFIX = "fsdp_config.fsdp_"  # older releases have it on every key of the sect
 def arguments(text: str, file: str) -> tuple[Given, ...]:
     """Returns the keys of a YAML or JSON file, or of the arguments of a script."""
     if file.endswith(_NESTED):
-        return tuple(map(_renamed, nested_arguments(text, file)))
+        return tuple(map(renamed, nested_arguments(text, file)))
     lines = enumerate(text.splitlines(), 1)
     exported = ((number, _EXPORTED.match(line)) for number, line in lines)
     degrees = (
         Given(found[1], (found[2],), f"{file}:{number}") for number, found in exported if found
     )
-    return (*map(_renamed, trainer_keys(shell_arguments(text, file))), *degrees)
+    return (*map(renamed, trainer_keys(shell_arguments(text, file))), *degrees)
 
 
 def further(given: Iterable[Given]) -> str | None:
@@ -78,7 +81,9 @@ def trainer_keys(given: Iterable[Given]) -> Iterator[Given]:
     """Yields the arguments of a script; those of TrainingArguments by the names of its keys."""
     for each in given:
         key = each.name.removeprefix("--").replace("-", "_")
-        if key not in _KEYS:
+        if is_harmless(key, (TRAINER_NAMES,)):
+            yield replace(each, name=key)
+        elif key not in _KEYS:
             yield each
         elif key == "fsdp_config" and each.words[:1] and each.words[0].startswith("{"):
             inside = nested_arguments(" ".join(each.words), each.where)
@@ -87,7 +92,8 @@ def trainer_keys(given: Iterable[Given]) -> Iterator[Given]:
             yield replace(each, name=key, words=each.words or ("true",))
 
 
-def _renamed(given: Given) -> Given:
+def renamed(given: Given) -> Given:
+    """Returns a key of FSDP's section without the prefix of older releases."""
     if not given.name.startswith(_PREFIX):
         return given
     return replace(given, name=given.name.replace(_PREFIX, "fsdp_config."))
@@ -104,8 +110,9 @@ HUGGINGFACE = Target(
     arguments=arguments,
     settings=settings,
     model=None,
+    harmless=(TRAINER_NAMES,),
     refused=REFUSED,
     source="transformers 5.23.0 with accelerate 1.15.0",
-    stated=(*PROGRAM, *DEGREES),
+    stated=(*STATED, *DEGREES),
     further=further,
 )

@@ -9,6 +9,7 @@ environment variables of the script. The sequence length and the attention are k
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from parplan.costmodels.layers.recompute import Recompute
@@ -27,26 +28,33 @@ from parplan.planner.export.files.nested_file import flag, read_flag, unpriced
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.stack import AttentionKernel, ContextForm
+from parplan.profiles.state_precision import StatePrecision
 
 _FSDP = "fsdp_config."
 _SIZE = "PARALLELISM_CONFIG_{}_SIZE"
 _USUAL_BATCH = 8  # per_device_train_batch_size
 _OPTIMIZERS = {
-    Optimizer.ADAM: ("adamw_torch_fused", "adamw_torch"),
+    Optimizer.ADAM: ("adamw_torch_fused", "adamw_torch", "adamw_apex_fused", "adamw_hf"),
     Optimizer.ADAM_8BIT: ("adamw_bnb_8bit", "adamw_8bit"),
     Optimizer.ADAFACTOR: ("adafactor",),
     Optimizer.SGD: ("sgd",),
 }
-_ATTENTION = {
+ATTENTION = {
     "sdpa": AttentionKernel.FLASH,
     "flash_attention_2": AttentionKernel.FLASH,
     "flash_attention_3": AttentionKernel.FLASH,
     "eager": AttentionKernel.UNFUSED,
 }
+# LLaMA-Factory: src/llamafactory/extras/constants.py (AttentionFunction); true in older releases
+FLASH_ATTN = {
+    **dict.fromkeys(("auto", "sdpa", "fa2", "fa3", "true"), AttentionKernel.FLASH),
+    "disabled": AttentionKernel.UNFUSED,
+}
+_SWITCHED = {"true": AttentionKernel.FLASH, "True": AttentionKernel.FLASH}
 _EXCHANGES = {ContextForm.ALL_GATHER: "allgather", ContextForm.RING: "alltoall"}
 # names of the sequence length: run_clm.py of transformers, trl's SFTConfig and its older name,
 # LLaMA-Factory, FastChat
-_LENGTHS = ("block_size", "max_length", "max_seq_length", "cutoff_len", "model_max_length")
+LENGTHS = ("block_size", "max_length", "max_seq_length", "cutoff_len", "model_max_length")
 # Keys that change time or memory and have no price here: a file that has one is refused.
 REFUSED = (
     "deepspeed",
@@ -66,7 +74,8 @@ def _recomputes(settings: Settings) -> bool:
     return settings.recompute is Recompute.FULL
 
 
-def _precision(name: str, precision: Precision) -> Argument:
+def precision_row(name: str, precision: Precision) -> Argument:
+    """Returns the row of a switch of mixed precision."""
     return Argument(
         name=name,
         facts=("precision",),
@@ -78,8 +87,9 @@ def _precision(name: str, precision: Precision) -> Argument:
 def _checkpoints(name: str, *, sharded: bool) -> Argument:
     """Returns the row of a switch that recomputes all blocks, with FSDP or without."""
 
-    def read(words: Words, _: Facts) -> Facts:
-        return {"recompute": Recompute.FULL} if read_flag(words) else {}
+    def read(words: Words, facts: Facts) -> Facts:
+        on = read_flag(words) or (sharded and facts.get("recompute") is Recompute.FULL)
+        return {"recompute": Recompute.FULL if on else Recompute.NONE}
 
     return Argument(
         name=name,
@@ -146,6 +156,36 @@ def _shards(settings: Settings) -> Words | None:
     return (f"{(settings.zero_ranks or settings.replicas) // settings.cp}",)
 
 
+def optimizer_row(name: str) -> Argument:
+    """Returns the row of an optimizer by transformers' names."""
+    return reading(name, _read_optimizer)
+
+
+def read_dtype(words: Words, facts: Facts) -> Facts:
+    """Reads the type in which a program loads parameters; Adam's states are then of this type.
+
+    Without mixed precision it is the type of training too.
+    """
+    if words[0] in ("float32", "fp32", "torch.float32"):
+        return {}
+    if words[0] not in ("bfloat16", "bf16", "torch.bfloat16", "auto"):
+        raise ValueError("bfloat16, float32 and auto, a checkpoint in bf16, are priced")
+    mixed = facts.get("precision", Precision.FP32) is not Precision.FP32
+    alone = {} if mixed else {"precision": Precision.BF16, "mixed": False}
+    return {"narrow_states": True, **alone}
+
+
+def attention_row(name: str, kernels: Mapping[str, AttentionKernel]) -> Argument:
+    """Returns the row of an implementation of attention, by its words."""
+
+    def read(words: Words, _: Facts) -> Facts:
+        if words[0] not in kernels:
+            raise ValueError(f"it has no price, {', '.join(kernels)} have")
+        return {"attention": kernels[words[0]]}
+
+    return reading(name, read)
+
+
 ARGUMENTS: tuple[Argument, ...] = (
     number("per_device_train_batch_size", "micro_batch_size"),
     Argument(
@@ -154,12 +194,12 @@ ARGUMENTS: tuple[Argument, ...] = (
         write=lambda run: (f"{run.num_micro_batches}",),
         read=lambda words, _: {"accumulation": read_number(words)},
     ),
-    _precision("bf16", Precision.BF16),
-    _precision("fp16", Precision.FP16),
-    Argument(name="optim", facts=("optimizer",), write=_optimizer, read=_read_optimizer),
+    precision_row("bf16", Precision.BF16),
+    precision_row("fp16", Precision.FP16),
+    replace(optimizer_row("optim"), facts=("optimizer",), write=_optimizer),
     _checkpoints("gradient_checkpointing", sharded=False),
     reading(
-        "activation_checkpointing", _checkpoints("activation_checkpointing", sharded=False).read
+        "activation_checkpointing", _checkpoints("activation_checkpointing", sharded=True).read
     ),
     Argument(
         name="fsdp",
@@ -204,9 +244,12 @@ DEGREES: tuple[Argument, ...] = (
 )
 # Keys that programs have beside TrainingArguments.
 BESIDE: tuple[Argument, ...] = (
-    *(reading(name, lambda words, _: {"seq_length": read_number(words)}) for name in _LENGTHS),
-    reading("attn_implementation", lambda words, _: {"attention": _attention(words)}),
-    reading("flash_attn", lambda words, _: {"attention": _attention(words)}),
+    *(reading(name, lambda words, _: {"seq_length": read_number(words)}) for name in LENGTHS),
+    reading("torch_dtype", read_dtype),
+    reading("dtype", read_dtype),
+    attention_row("attn_implementation", ATTENTION),
+    attention_row("flash_attn", ATTENTION | FLASH_ATTN),
+    *(attention_row(name, _SWITCHED) for name in ("use_flash_attention_2", "use_flash_attn")),
 )
 # Keys of which some values have a price.
 SOME_VALUES: tuple[Argument, ...] = (
@@ -224,19 +267,44 @@ SOME_VALUES: tuple[Argument, ...] = (
     unpriced("packing", "false", "true"),
     unpriced(f"{_FSDP}version", "1", "2"),
     unpriced(f"{_FSDP}xla", "false"),
+    unpriced(f"{_FSDP}auto_wrap_policy", "transformer_based_wrap"),
     unpriced("fsdp_config"),  # a path, whose keys belong here
     unpriced("parallelism_config"),
 )
 FILE_ROWS = ARGUMENTS
-TABLE: tuple[Argument, ...] = (*ARGUMENTS, *DEGREES, *BESIDE, *SOME_VALUES, *PROGRAM)
-_DERIVED = ("accumulation", "copies", "shards")
+# options of `plan read`, which count before the file
+STATED: tuple[Argument, ...] = (
+    reading("--micro-batch-size", lambda words, _: {"micro_batch_size": read_number(words)}),
+    reading("--global-batch-size", lambda words, _: {"global_batch_size": read_number(words)}),
+    reading("--optimizer", lambda words, _: {"optimizer": Optimizer(words[0])}),
+    reading("--recompute", lambda words, _: {"recompute": Recompute(words[0])}),
+    *PROGRAM,
+)
+TABLE: tuple[Argument, ...] = (*ARGUMENTS, *DEGREES, *BESIDE, *SOME_VALUES, *STATED)
+# facts of the Trainer that are no settings. `narrow_states`: the program loads parameters in 16
+# bits; `mixed`: they are cast to fp32 beside FSDP, for training in mixed precision
+_DERIVED = ("accumulation", "copies", "shards", "narrow_states", "mixed")
 
 
-def _attention(words: Words) -> AttentionKernel:
-    """Returns the kind of an implementation. Raises ValueError."""
-    if words[0] not in _ATTENTION:
-        raise ValueError(f"it has no price, {', '.join(_ATTENTION)} have")
-    return _ATTENTION[words[0]]
+def _accumulation(global_batch_size: int, at_once: int) -> int:
+    """Returns the micro-batches of a step. Raises ConfigError where they are not whole."""
+    if at_once == 0 or global_batch_size % at_once:
+        raise ConfigError(
+            f"--global-batch-size {global_batch_size} is no multiple of the {at_once} sequences "
+            f"that run at once",
+            hint="change it, or --micro-batch-size",
+        )
+    return global_batch_size // at_once
+
+
+def _has_narrow_states(run: Settings, plain: Facts) -> bool:
+    """True if parameters, gradients and moments all have 16 bits.
+
+    accelerate/accelerator.py (_prepare_fsdp) and utils/fsdp_utils.py (fsdp2_prepare_model) cast
+    parameters of 16 bits to fp32 for mixed precision; DDP leaves them.
+    """
+    cast = _sharded(run) and plain.get("mixed", True)
+    return plain.get("narrow_states", False) and run.precision is Precision.BF16 and not cast
 
 
 def finished(facts: Facts, num_gpus: int) -> Settings:
@@ -270,7 +338,10 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
             hint="turn fsdp on",
         )
     forms = facts.get("context_form", ContextForm.ALL_GATHER)
+    narrow = _has_narrow_states(run, plain)
     steps = plain.get("accumulation", 1)
+    if "global_batch_size" in facts:  # the user states it
+        steps = _accumulation(facts["global_batch_size"], run.micro_batch_size * dp)
     return replace(
         run,
         dp=dp,
@@ -278,7 +349,8 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
         etp=run.tp if run.has_experts else 1,
         zero_ranks=shards * run.cp if _sharded(run) and plain.get("copies", 1) > 1 else None,
         # accelerate's policy reduces in the type of training, DDP in that of parameters
-        gradient_precision=run.precision if _sharded(run) else Precision.FP32,
+        gradient_precision=run.precision if _sharded(run) or narrow else Precision.FP32,
+        state_precision=StatePrecision.BF16 if narrow else StatePrecision.FP32,
         global_batch_size=run.micro_batch_size * steps * dp,
         blocks=(run.num_layers,),
     )

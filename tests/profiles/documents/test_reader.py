@@ -123,7 +123,7 @@ def test_what_pyyaml_writes_reads_back(value):
     ("text", "message"),
     [
         pytest.param("a: 1\nb: 0x10", ":2: 0x10 is no number as JSON has them", id="hexadecimal"),
-        pytest.param("a: 1_5", ":1: 1_5 is no number", id="underscore"),
+        pytest.param("a: 0_5", ":1: 0_5 is no number", id="octal-underscore"),
         pytest.param("a: 017", ":1: 017 is no number", id="octal"),
         pytest.param("a: 0b11", ":1: 0b11 is no number", id="binary"),
         pytest.param("a: 1:30", ":1: 1:30 is no number", id="sexagesimal"),
@@ -182,6 +182,13 @@ def test_more_than_json_has_is_refused_with_the_line(text, message):
         parse_yaml(text, "f")
 
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("500_000", 500000), ("-1_000_000", -1000000), ("1_000.5", 1000.5)]
+)
+def test_underscores_between_digits_are_read_as_in_yaml_1_1(text, value):
+    assert parse_yaml(f"a: {text}", "f") == {"a": value} == yaml.safe_load(f"a: {text}")
 
 
 @pytest.mark.parametrize(

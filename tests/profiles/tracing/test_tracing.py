@@ -524,6 +524,24 @@ def test_what_cannot_be_opened_is_an_error(source, needed):
         open_workload(ModuleSource(**source), seq_length=SEQ_LENGTH)
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "mpt", "architectures": ["MPTForCausalLM"]}, "MptForCausalLM"),
+        ({"model_type": "phimoe", "architectures": ["PhiMoEForCausalLM"]}, "PhimoeForCausalLM"),
+    ],
+)
+def test_a_causal_model_by_another_name_than_transformers_has_is_that_of_its_type(config, expected):
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "vocab_size": 64, "max_seq_len": 64}
+    of_llama = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    depth = {"num_hidden_layers": 1, "intermediate_size": 32}
+    source = ModuleSource(huggingface={**sizes, **of_llama, **depth, **config})
+
+    workload = open_workload(source, seq_length=SEQ_LENGTH, attention=AttentionKernel.UNFUSED)
+
+    assert type(workload.module).__name__ == expected
+
+
 def test_a_config_that_does_not_say_how_large_its_inputs_are_is_an_error():
     images = {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}
 

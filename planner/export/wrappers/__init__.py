@@ -1,0 +1,1 @@
+"""Programs around the Trainer of transformers: their own names, values and defaults."""
