@@ -68,6 +68,8 @@ def argument_of(option: Option, target: Target, given: tuple[Given, ...]) -> Giv
     if option.value is None or option.fact in facts_said(target, given):
         return None
     rows = (*target.stated, *target.table)
+    if any(row.name == option.name for row in rows):
+        return Given(option.name, (option.text,), f"{option.name} of the user")
     for row in rows:
         words = _written(row.write, option) if option.fact in row.facts else None
         if words is not None:

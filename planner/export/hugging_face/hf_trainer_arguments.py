@@ -272,7 +272,7 @@ SOME_VALUES: tuple[Argument, ...] = (
     unpriced("parallelism_config"),
 )
 FILE_ROWS = ARGUMENTS
-# options of `plan read`, which count before the file
+# options of `plan read` for what a file leaves to its program
 STATED: tuple[Argument, ...] = (
     reading("--micro-batch-size", lambda words, _: {"micro_batch_size": read_number(words)}),
     reading("--global-batch-size", lambda words, _: {"global_batch_size": read_number(words)}),
