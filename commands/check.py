@@ -167,12 +167,13 @@ def _execute_pools(plan_files: tuple[Path, ...], plans: tuple[Plan, ...]) -> int
 
 def _check_launcher(file: LauncherFile, stated: TargetOptions, *, as_json: bool) -> int:
     """Prices a launcher's configuration, and says what does not fit and what gains most."""
-    from parplan.commands.launcher_plans import launcher_plan
+    from parplan.commands.launcher_plans import completed_file, launcher_plan
     from parplan.planner.export.advice import advice
     from parplan.report.plans.launcher_check import check_document, print_check, shortages
     from parplan.report.text import console
 
     plan, _ = launcher_plan(file, stated)
+    file = completed_file(file, stated)
     settings = file.settings(plan.model, plan.cluster.num_gpus)
     advised = advice(plan, settings, file.target, file.given)
     unknown = (file.unknown_text,) if file.unknown_text else ()

@@ -5,7 +5,7 @@ All imports but click's are made where they are used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +15,10 @@ from parplan.profiles.errors import ConfigError
 
 if TYPE_CHECKING:
     from parplan.planner.export.launcher_file import LauncherFile
+    from parplan.planner.export.stated_options import Option
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.profiles.models.spec import ModelSpec
 
 _LOG_SUFFIXES = (".log", ".out", ".txt")
 _PROGRAM_SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".py")  # never those of plans
@@ -28,17 +30,17 @@ def launcher_file(path: Path) -> LauncherFile | None:
     A log of a launcher that prints its arguments is such a file.
     """
     from parplan.planner.export.launcher_file import read_launcher_file
-    from parplan.planner.export.targets import TARGETS
+    from parplan.planner.export.targets import READERS
     from parplan.planner.logs.log_configuration import configuration_of_log
 
     if path.suffix in _LOG_SUFFIXES:
         found = configuration_of_log(path)
     else:
-        found = read_launcher_file(path, TARGETS)
+        found = read_launcher_file(path, READERS)
     if found is None and path.suffix in (*_LOG_SUFFIXES, *_PROGRAM_SUFFIXES):
         raise ConfigError(
             f"{path}: it has no arguments of a launcher that is known",
-            hint=f"give a script or a configuration of {', '.join(TARGETS)}, or a plan",
+            hint=f"give a script or a configuration of {', '.join(READERS)}, or a plan",
         )
     return found
 
@@ -83,27 +85,51 @@ def require_nothing_stated(path: Path, stated: TargetOptions) -> None:
         )
 
 
-def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequence[str]]:
+def completed_file(
+    file: LauncherFile, target: TargetOptions, program: Mapping[str, object] | None = None
+) -> LauncherFile:
+    """Returns a configuration with the options of the user for facts that it leaves open."""
+    if target.vocab_size is not None:
+        file = file.with_vocabulary(target.vocab_size)
+    return file.with_options(_options_of(target, program))
+
+
+def _options_of(target: TargetOptions, program: Mapping[str, object] | None) -> tuple[Option, ...]:
+    """Returns the options that are about settings, by their names."""
+    from parplan.planner.export.stated_options import options_of
+
+    names = (
+        "seq_length",
+        "global_batch_size",
+        "precision",
+        "gradient_precision",
+        "state_precision",
+        "optimizer",
+        "attention",
+        "narrow_weights",
+        "expert_capacity",
+    )
+    stated = {f"--{name.replace('_', '-')}": getattr(target, name) for name in names}
+    return options_of(stated | dict(program or {}))
+
+
+def launcher_plan(
+    file: LauncherFile, target: TargetOptions, program: Mapping[str, object] | None = None
+) -> tuple[Plan, Sequence[str]]:
     """Returns the plan of a configuration, and a phrase for every default that was taken.
 
     target    options of the user; what they leave open is taken from the file
+    program   further options, which are about the program of the file alone
     Raises ConfigError.
     """
     from parplan.commands.requests.requests import request_about
     from parplan.planner.export.launcher_file import plan_of_file
+    from parplan.planner.export.stated_options import require_taken
     from parplan.profiles.models.model_catalog import load_model
     from parplan.profiles.models.spec import ModelEntry
 
-    if target.vocab_size is not None:
-        file = file.with_vocabulary(target.vocab_size)
-    file = file.with_stated(
-        {
-            "--seq-length": target.seq_length,
-            "--attention": target.attention,
-            "--global-batch-size": target.global_batch_size,
-            "--optimizer": target.optimizer,
-        }
-    )
+    options = _options_of(target, program)
+    file = completed_file(file, target, program)
     target = _with_options(file, target)
     if target.cluster is None and (target.gpu is None or target.gpus is None):
         missing = "--gpus" if target.gpus is None else "--gpu"
@@ -116,10 +142,32 @@ def launcher_plan(file: LauncherFile, target: TargetOptions) -> tuple[Plan, Sequ
         entry = ModelEntry(spec=spec, global_batch_size=1, seq_length=1, source=str(file.path))
     else:
         entry = load_model(target.model)
+    _require_of_file(file, target, entry.spec)
     request = request_about(entry, replace(target, global_batch_size=1, seq_length=1))
     plan = plan_of_file(file, entry.spec, request.cluster, request.training)
+    settings = file.settings(entry.spec, request.cluster.num_gpus)
+    require_taken(options, settings, str(file.path))
     machine = ("--gpus-per-node", "--gpu ")  # the file says the rest
     return plan, tuple(each for each in request.assumed if each.startswith(machine))
+
+
+def _require_of_file(file: LauncherFile, target: TargetOptions, model: ModelSpec) -> None:
+    """Raises ConfigError for options that a launcher's file leaves no place for."""
+    if target.vocab_size is not None and model.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {target.vocab_size}: {model.name} has {model.vocab_size} tokens",
+            hint="leave --vocab-size out",
+        )
+    if target.fp8:
+        raise ConfigError(
+            f"--fp8: {file.path} decides the format of products",
+            hint="leave --fp8 out, or change the file",
+        )
+    if target.module is not None:
+        raise ConfigError(
+            f"--module {target.module}: {file.path} has a program of its own",
+            hint="leave --module out",
+        )
 
 
 def _with_options(file: LauncherFile, target: TargetOptions) -> TargetOptions:

@@ -65,8 +65,7 @@ def read(
             hint="give a script or a configuration of a launcher; plan show reads plans",
         )
     said = {"--micro-batch-size": micro_batch_size, "--recompute": recompute}
-    read_file = read_file.with_stated(said)
-    plan, assumed = launcher_plan(read_file, target)
+    plan, assumed = launcher_plan(read_file, target, said)
     unknown = read_file.not_understood
     context = SummaryContext(
         assumed=tuple(assumed), plan_file=str(output or ""), whole=verbose, not_understood=unknown

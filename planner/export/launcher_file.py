@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,6 +16,7 @@ from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.fields.understood import not_understood, require_priced
 from parplan.planner.export.files.head import stated_options
 from parplan.planner.export.files.recipe_file import SEPARATOR
+from parplan.planner.export.stated_options import Option, argument_of
 from parplan.planner.export.wrappers.wrapped_file import wrapped_file
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
@@ -25,7 +26,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
-SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json", ".py")
+SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json", ".toml", ".py")
 _NODES = ("--nnodes", "--nodes", "trainer.num_nodes")
 _PROCESSES = (
     "--nproc-per-node",
@@ -94,6 +95,14 @@ class LauncherFile:
         for row in self.target.stated:
             value = options.get(row.name)
             file = file if value is None else file.with_argument(row.name, f"{value}")
+        return file
+
+    def with_options(self, options: Iterable[Option]) -> LauncherFile:
+        """Returns the configuration with the options that its arguments leave open."""
+        file = self
+        for option in options:
+            argument = argument_of(option, file.target, file.given)
+            file = file if argument is None else replace(file, given=(*file.given, argument))
         return file
 
     def remarks(self, plan: Plan) -> tuple[str, ...]:

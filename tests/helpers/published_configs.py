@@ -124,6 +124,8 @@ def _gemma2(hidden, ffn, layers, heads, kv_heads, head_dim, scalar=256):
         "vocab_size": 256000,
         "max_position_embeddings": 8192,
         "sliding_window": 4096,
+        "sliding_window_size": 4096,
+        "cache_implementation": "hybrid",
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,

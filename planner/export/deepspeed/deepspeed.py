@@ -27,14 +27,14 @@ from parplan.planner.export.files.nested_file import json_text, nested, nested_a
 from parplan.planner.export.files.quoting import commented, python_commented
 from parplan.planner.export.files.script import script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
-from parplan.planner.export.hugging_face.harmless_names import (
+from parplan.planner.export.hugging_face.hf_trainer import trainer_keys
+from parplan.planner.export.hugging_face.hf_trainer_arguments import ARGUMENTS as TRAINER
+from parplan.planner.export.hugging_face.hf_trainer_arguments import BESIDE, SOME_VALUES
+from parplan.planner.export.hugging_face.trainer_names import (
     ACCELERATE_NAMES,
     DEEPSPEED_NAMES,
     TRAINER_NAMES,
 )
-from parplan.planner.export.hugging_face.hf_trainer import trainer_keys
-from parplan.planner.export.hugging_face.hf_trainer_arguments import ARGUMENTS as TRAINER
-from parplan.planner.export.hugging_face.hf_trainer_arguments import BESIDE, SOME_VALUES
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
@@ -92,7 +92,7 @@ class PlannedPipeline(PipelineModule):
 def arguments(text: str, file: str) -> tuple[Given, ...]:
     """Returns the keys of a JSON, or those of a script or of TrainingArguments that name one."""
     if file.endswith(".json"):
-        return _without_disabled(nested_arguments(text, file))
+        return without_disabled(nested_arguments(text, file))
     if file.endswith(_YAMLS):
         given = nested_arguments(text, file)
     else:
@@ -101,10 +101,10 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
     if not inline and further(given) is None:
         return ()
     keys = tuple(replace(each, name=each.name.removeprefix(_INLINE)) for each in given)
-    return _without_disabled(keys)
+    return without_disabled(keys)
 
 
-def _without_disabled(given: tuple[Given, ...]) -> tuple[Given, ...]:
+def without_disabled(given: tuple[Given, ...]) -> tuple[Given, ...]:
     """Returns the keys outside of sections that say `"enabled": false`."""
     named = (each.name for each in given if each.words == ("false",))
     disabled = tuple(name.removesuffix("enabled") for name in named if name.endswith(".enabled"))

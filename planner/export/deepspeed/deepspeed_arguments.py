@@ -296,7 +296,7 @@ ONE_VALUE = (
     unpriced(f"{_PIPE}grad_partitioned", "true"),
 )
 FILE_ROWS: tuple[Argument, ...] = (*BATCH, *PRECISION, *ZERO, *PARALLEL, *ONE_VALUE)
-# options of `plan read`, which count before the file
+# options of `plan read` for what a file leaves to its program
 STATED: tuple[Argument, ...] = (
     reading("--micro-batch-size", lambda words, _: {"micro_batch_size": read_number(words)}),
     reading("--global-batch-size", lambda words, _: {"stated_batch_size": read_number(words)}),

@@ -146,6 +146,29 @@ def written(table: Iterable[Argument], record: object) -> tuple[tuple[str, Words
     return tuple((name, words) for name, words in found if words is not None)
 
 
+# facts that are whole numbers of at least 1, also those that launchers derive others from
+_COUNTS = frozenset(
+    (
+        *("tp", "pp", "cp", "ep", "etp", "virtual_stages", "layers_per_virtual_stage", "instances"),
+        *("micro_batch_size", "global_batch_size", "seq_length", "accumulation", "chunks"),
+        *("per_stage", "micro", "local", "passes", "tokens_of_pass", "copies", "degree", "near"),
+        *("first", "last", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size"),
+        *("head_dim", "max_seq_length", "vocab_multiple", "bucket_elements", "full_every", "data"),
+    )
+)
+_MOST = 1_000_000_000
+_REST = -1  # of shards: the ranks that are left
+
+
+def _require_counts(facts: Facts) -> None:
+    """Raises ValueError for a count that is no whole number of at least 1."""
+    for fact, value in facts.items():
+        least = value if fact == "shards" and value == _REST else 1
+        counts = fact in _COUNTS or fact == "shards"
+        if counts and not (float(value).is_integer() and least <= value <= _MOST):
+            raise ValueError(f"a whole number from 1 to {_MOST:,} is needed")
+
+
 def read_arguments(
     table: Sequence[Argument], given: Sequence[Given], defaults: Facts | None = None
 ) -> Facts:
@@ -162,8 +185,11 @@ def read_arguments(
             continue
         found = last[row.name]
         try:
-            facts |= row.read(found.words, facts)
-        except ValueError as error:
+            read = row.read(found.words, facts)
+            _require_counts(read)
+            facts |= read
+        except (ValueError, IndexError) as error:
+            error = error if found.words else ValueError("it needs a value")
             raise ConfigError(
                 f"{found.where}: {found.name} {' '.join(found.words)}: {error}",
                 hint="change that argument",

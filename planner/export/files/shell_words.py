@@ -134,7 +134,7 @@ def _arguments(line: str, number: int, file: str, variables: Mapping[str, str]) 
             if override or "=" in filled:
                 name, _, value = filled.lstrip("+").partition("=")
                 words = [value.strip("'\"")]
-            if override:  # it has no further words
+            if words:  # it has no further words
                 yield Given(name, tuple(words), f"{file}:{place}")
                 name = ""
     if name:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from parplan.planner.export.fields.arguments import Given, read_arguments, written
+from parplan.planner.export.fields.harmless import is_harmless
 from parplan.planner.export.fields.launcher import Sheet, Target
 from parplan.planner.export.fields.program_facts import whole_recomputes
 from parplan.planner.export.fields.settings import Settings, model_facts
@@ -25,13 +26,14 @@ from parplan.planner.export.hugging_face.accelerate_arguments import (
     TABLE,
     finished,
 )
-from parplan.planner.export.hugging_face.harmless_names import ACCELERATE_NAMES, TRAINER_NAMES
+from parplan.planner.export.hugging_face.trainer_names import ACCELERATE_NAMES, TRAINER_NAMES
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.models.spec import ModelSpec
 
 _YAML = "accelerate.yaml"
 _NESTED = (".yaml", ".yml", ".json")
 _TYPE = "distributed_type"
+_FILE = "config_file"
 _LAUNCH = (
     "accelerate launch",
     f"--config_file {_YAML}",
@@ -56,7 +58,7 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
 
 def further(given: Iterable[Given]) -> str | None:
     """Returns the YAML that a launch line names."""
-    return next((each.words[0] for each in given if each.name == "--config_file"), None)
+    return next((each.words[0] for each in given if each.name == f"--{_FILE}"), None)
 
 
 def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
@@ -88,7 +90,12 @@ def launch_keys(given: Iterable[Given]) -> Iterator[Given]:
         key = each.name.removeprefix("--").replace("-", "_")
         section = next((name for prefix, name in _SECTIONS.items() if key.startswith(prefix)), "")
         name, words = _TYPES.get(key, (f"{section}{key}", each.words[:1] or ("true",)))
-        yield replace(each, name=name, words=words) if name in known else each
+        if name in known:
+            yield replace(each, name=name, words=words)
+        elif key != _FILE and is_harmless(key, (ACCELERATE_NAMES, TRAINER_NAMES)):
+            yield replace(each, name=key)
+        else:
+            yield each
 
 
 ACCELERATE = Target(

@@ -11,8 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from parplan.planner.export.fields.arguments import Given
+from parplan.profiles.errors import ConfigError
 
 _SECTION = "deepspeed_config."
+_TYPE = "distributed_type"
+_SWITCH = "use_deepspeed"
+_STEPS = "gradient_accumulation_steps"
 _ZERO = "zero_optimization."
 _KEYS = {
     "zero_stage": f"{_ZERO}stage",
@@ -33,11 +37,34 @@ def is_deepspeed(given: Iterable[Given]) -> bool:
     """Tells that keys have accelerate's section of DeepSpeed, which its type turns on."""
     said = {each.name: each.words for each in given}
     section = any(name.startswith(_SECTION) for name in said)
-    return section and said.get("distributed_type") == ("DEEPSPEED",)
+    return section and said.get(_TYPE) == ("DEEPSPEED",)
 
 
-def as_deepspeed(given: Iterable[Given]) -> tuple[Given, ...]:
-    """Returns the keys by DeepSpeed's names."""
+def of_launch_line(given: tuple[Given, ...]) -> tuple[Given, ...]:
+    """Returns the arguments of `accelerate launch --use_deepspeed` as the keys of its YAML."""
+    if not any(each.name == _SWITCH for each in given):
+        return given
+    own = (*(key for key in _KEYS if key != _STEPS), *_HARMLESS)
+    return tuple(
+        replace(each, name=_TYPE, words=("DEEPSPEED",))
+        if each.name == _SWITCH
+        else replace(each, name=f"{_SECTION}{each.name}" if each.name in own else each.name)
+        for each in given
+    )
+
+
+def as_deepspeed(given: tuple[Given, ...]) -> tuple[Given, ...]:
+    """Returns the keys by DeepSpeed's names.
+
+    Raises ConfigError for an accumulation that is not the program's, as transformers does.
+    """
+    steps = {each.name: each for each in given}
+    one, other = steps.get(f"{_SECTION}{_STEPS}"), steps.get(_STEPS)
+    if one and other and one.words not in (other.words, ("auto",)):
+        raise ConfigError(
+            f"{one.where}: {one.name} {one.words[0]} is not the {other.words[0]} of {other.where}",
+            hint="leave it out of deepspeed_config",
+        )
     return tuple(_renamed(given))
 
 
@@ -53,5 +80,5 @@ def _renamed(given: Iterable[Given]) -> Iterator[Given]:
             yield replace(each, name=_KEYS[name], words=words)
         elif each.name != name and name in _HARMLESS:
             continue
-        elif each.name != "distributed_type":
+        elif each.name != _TYPE:
             yield each

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from parplan.planner.export.fields.arguments import Given, read_arguments, written
+from parplan.planner.export.fields.harmless import is_harmless
 from parplan.planner.export.fields.launcher import Sheet, Target
 from parplan.planner.export.fields.program_facts import whole_recomputes
 from parplan.planner.export.fields.settings import Settings, model_facts
@@ -20,7 +21,6 @@ from parplan.planner.export.files.nested_file import nested, nested_arguments
 from parplan.planner.export.files.quoting import commented, shell_word
 from parplan.planner.export.files.script import script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
-from parplan.planner.export.hugging_face.harmless_names import TRAINER_NAMES
 from parplan.planner.export.hugging_face.hf_trainer_arguments import (
     DEGREES,
     FILE_ROWS,
@@ -29,6 +29,7 @@ from parplan.planner.export.hugging_face.hf_trainer_arguments import (
     TABLE,
     finished,
 )
+from parplan.planner.export.hugging_face.trainer_names import TRAINER_NAMES
 from parplan.profiles.documents.yaml_text import yaml_text
 from parplan.profiles.models.spec import ModelSpec
 
@@ -81,7 +82,9 @@ def trainer_keys(given: Iterable[Given]) -> Iterator[Given]:
     """Yields the arguments of a script; those of TrainingArguments by the names of its keys."""
     for each in given:
         key = each.name.removeprefix("--").replace("-", "_")
-        if key not in _KEYS:
+        if is_harmless(key, (TRAINER_NAMES,)):
+            yield replace(each, name=key)
+        elif key not in _KEYS:
             yield each
         elif key == "fsdp_config" and each.words[:1] and each.words[0].startswith("{"):
             inside = nested_arguments(" ".join(each.words), each.where)

@@ -50,6 +50,7 @@ FLASH_ATTN = {
     **dict.fromkeys(("auto", "sdpa", "fa2", "fa3", "true"), AttentionKernel.FLASH),
     "disabled": AttentionKernel.UNFUSED,
 }
+_SWITCHED = {"true": AttentionKernel.FLASH, "True": AttentionKernel.FLASH}
 _EXCHANGES = {ContextForm.ALL_GATHER: "allgather", ContextForm.RING: "alltoall"}
 # names of the sequence length: run_clm.py of transformers, trl's SFTConfig and its older name,
 # LLaMA-Factory, FastChat
@@ -248,6 +249,7 @@ BESIDE: tuple[Argument, ...] = (
     reading("dtype", read_dtype),
     attention_row("attn_implementation", ATTENTION),
     attention_row("flash_attn", ATTENTION | FLASH_ATTN),
+    *(attention_row(name, _SWITCHED) for name in ("use_flash_attention_2", "use_flash_attn")),
 )
 # Keys of which some values have a price.
 SOME_VALUES: tuple[Argument, ...] = (
@@ -270,7 +272,7 @@ SOME_VALUES: tuple[Argument, ...] = (
     unpriced("parallelism_config"),
 )
 FILE_ROWS = ARGUMENTS
-# options of `plan read`, which count before the file
+# options of `plan read` for what a file leaves to its program
 STATED: tuple[Argument, ...] = (
     reading("--micro-batch-size", lambda words, _: {"micro_batch_size": read_number(words)}),
     reading("--global-batch-size", lambda words, _: {"global_batch_size": read_number(words)}),

@@ -217,7 +217,7 @@ def read_second_moment(words: Words, facts: Facts) -> Facts:
 
 
 def read_main_gradients(words: Words, _: Facts) -> Facts:
-    """Reads the type in which the optimizer takes the gradients of its shard, which has no price."""
+    """Reads the type in which the optimizer takes the gradients of its shard: no price has it."""
     if _type(words) not in ("fp32", "bf16"):
         raise ValueError("fp32 and bf16 are priced")
     return {}
@@ -239,7 +239,7 @@ def _read_reduced(words: Words, _: Facts) -> Facts:
 
 
 def _read_program(words: Words, _: Facts) -> Facts:
-    """Reads the kernels of blocks: Transformer Engine's, or Megatron-Core's own unfused attention."""
+    """Reads the kernels of blocks; Megatron-Core's own attention is not fused."""
     if words not in (("transformer_engine",), ("local",)):
         raise ValueError("transformer_engine and local are priced")
     return {"attention": AttentionKernel.UNFUSED} if words == ("local",) else {}

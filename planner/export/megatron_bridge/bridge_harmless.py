@@ -37,8 +37,8 @@ HARMLESS = (
         optimizer-config-override-provider* tensor-inspect* mixed-precision.loss-scale*""",
     ),
     harmless(
-        "models/gpt_provider.py there, and the fields of TransformerConfig that the prices take for "
-        "granted (megatron_harmless.py)",
+        "models/gpt_provider.py there, and the fields of TransformerConfig that the prices take "
+        "for granted (megatron_harmless.py)",
         """model.init-method* model.apply-query-key-layer-scaling model.persist-layer-norm
         model.bias-dropout-fusion model.bias-activation-fusion model.masked-softmax-fusion
         model.gradient-accumulation-fusion model.apply-rope-fusion model.batch-p2p-comm

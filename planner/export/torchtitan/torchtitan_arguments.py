@@ -24,9 +24,14 @@ from parplan.planner.export.fields.arguments import (
     free,
     number,
     read_number,
+    reading,
     switch,
 )
+from parplan.planner.export.fields.program_facts import require_length
 from parplan.planner.export.fields.settings import Settings
+from parplan.planner.export.fields.subjects import Subject, subject_of
+from parplan.planner.export.files.nested_file import unpriced
+from parplan.planner.export.torchtitan.torchtitan_names import SHIPPED
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.stack import ContextForm
@@ -59,8 +64,12 @@ REFUSED = (
     "--parallelism.module_fqns_per_model_part",
     "--parallelism.pipeline_parallel_schedule_csv",
     "--parallelism.enable_fsdp_symm_mem",
+    "--parallelism.pipeline_parallel_split_points",
     "--compile.enable_async_tensor_parallel",
     "--activation_checkpoint.memory_budget",
+    "--activation_checkpoint.force_recompute_mm_shapes_by_fqns",
+    "--activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
+    "--optimizer.early_step_in_backward",
 )
 
 
@@ -144,6 +153,24 @@ def _micro(settings: Settings) -> Words | None:
     return (f"{settings.micro_batch_size}",) if settings.pp > 1 else None
 
 
+def _read_option(words: Words, _: Facts) -> Facts:
+    """Reads which blocks recompute: all by the kinds of operators, or every nth whole."""
+    if words == ("op",):
+        return {"every": None}
+    return {"every": int(words[0])}
+
+
+def _read_config(words: Words, _: Facts) -> Facts:
+    """Reads what a named configuration ships. Raises ValueError for one of narrow products."""
+    name = words[0]
+    subject = Subject.PRECISION if name in _NARROW else subject_of(name)
+    if subject is not None:
+        raise ValueError(f"this configuration is about {subject}, and has no price")
+    return {"shipped": SHIPPED[name].facts} if name in SHIPPED else {}
+
+
+_NARROW = ("llama3_405b",)  # its linear layers are Float8Linear
+_RESHARDING = choice("", "zero", _RESHARDS)
 TABLE: tuple[Argument, ...] = (
     Argument(
         name=f"{_P}data_parallel_replicate_degree",
@@ -157,8 +184,13 @@ TABLE: tuple[Argument, ...] = (
         write=_shards,
         read=lambda words, _: {"shards": read_number(words)},
     ),
-    choice(f"{_P}fsdp_reshard_after_forward", "zero", _RESHARDS),
-    number(f"{_P}tensor_parallel_degree", "tp", 1),
+    Argument(
+        name=f"{_P}fsdp_reshard_after_forward",
+        facts=("zero",),
+        write=choice("", "zero", _RESHARDS).write,
+        read=lambda words, _: {} if words == ("default",) else _RESHARDING.read(words, {}),
+    ),
+    number(f"{_P}tensor_parallel_degree", "tp"),  # a configuration may ship another one
     Argument(
         name=f"{_P}no-enable_sequence_parallel",
         facts=("sequence_parallel",),
@@ -191,6 +223,20 @@ TABLE: tuple[Argument, ...] = (
     ),
     number(f"{_T}global_batch_size", "global_batch_size"),
     number(f"{_T}seq_len", "seq_length"),
+    reading(f"{_T}max_context_length", lambda words, _: {"seq_length": read_number(words)}),
+    reading(
+        f"{_T}num_tokens_per_microbatch_per_dp_rank",
+        lambda words, _: {"tokens_of_pass": read_number(words)},
+    ),
+    reading(
+        f"{_T}num_tokens_per_train_step", lambda words, _: {"tokens_of_step": read_number(words)}
+    ),
+    reading(f"{_P}num_pp_microbatches", lambda words, _: {"passes": read_number(words)}),
+    unpriced(f"{_T}mixed_precision_param", "bfloat16"),
+    unpriced(f"{_P}context_parallel_rotate_method", "allgather"),
+    unpriced("--model.converters"),
+    unpriced("--optimizer.name", "adamw"),
+    unpriced(f"{_P}expert_tensor_parallel_degree", "1"),
     switch(f"{_T}enable_cpu_offload", "states_on_host"),
     choice(
         f"{_T}dtype",
@@ -207,6 +253,8 @@ TABLE: tuple[Argument, ...] = (
         read=lambda words, _: {"recompute": _level(words)},
         source="torchtitan/distributed/activation_checkpoint.py",
     ),
+    reading("--activation_checkpoint.selective_ac_option", _read_option),
+    reading("--config", _read_config),
 )
 
 
@@ -217,7 +265,21 @@ def _level(words: Words) -> Recompute:
     return levels[words[0]]
 
 
-_DERIVED = ("copies", "shards", "per_stage", "first_less", "last_less", "micro", "local")
+_DERIVED = (
+    "copies",
+    "shards",
+    "per_stage",
+    "first_less",
+    "last_less",
+    "micro",
+    "local",
+    "tokens",
+    "tokens_of_pass",
+    "tokens_of_step",
+    "passes",
+    "every",
+    "shipped",
+)
 
 
 def finished(facts: Facts, num_gpus: int) -> Settings:
@@ -226,7 +288,8 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
     facts   with `num_layers` of the model
     Raises ConfigError where the options contradict one another.
     """
-    facts = dict(facts)
+    facts = dict(facts.get("shipped", {})) | facts
+    require_length(facts)
     plain = {name: facts.pop(name) for name in _DERIVED if name in facts}
     settings = replace(DEFAULTS, **facts)
     inside = settings.pp * settings.cp * settings.tp
@@ -236,20 +299,62 @@ def finished(facts: Facts, num_gpus: int) -> Settings:
             f"{num_gpus} GPUs",
             hint="change a degree or --gpus",
         )
+    if "zero" not in facts and settings.pp > 1:  # torchtitan/distributed/fsdp.py
+        settings = replace(settings, zero=2)
     dp = num_gpus // inside
-    local = plain.get("local", 8)
+    micro, local = _batch(settings, plain)
+    whole = plain.get("tokens_of_step", -1)
     settings = replace(
         settings,
         dp=dp,
         context_form=ContextForm.ALL_GATHER if settings.cp > 1 else None,
         etp=settings.tp if settings.has_experts and settings.ep == 1 else 1,
-        micro_batch_size=plain.get("micro", 1) if settings.pp > 1 else local,
-        global_batch_size=facts.get("global_batch_size", local * dp),
+        micro_batch_size=micro,
+        global_batch_size=facts.get(
+            "global_batch_size", local * dp if whole == -1 else whole // settings.seq_length
+        ),
         sequence_parallel=settings.sequence_parallel and settings.tp > 1,
         schedule=settings.schedule if settings.pp > 1 else Schedule.ONE_F_ONE_B,
         **_sharding(settings, dp, plain),
     )
-    return _with_stages(settings, plain)
+    return _with_levels(_with_stages(settings, plain), plain.get("every"))
+
+
+def _batch(settings: Settings, plain: Facts) -> tuple[int, int]:
+    """Returns the sequences of a micro-batch, and those of a rank's pass through the pipeline.
+
+    Releases until 0.3 count sequences, later ones tokens. Raises ConfigError.
+    """
+    length = settings.seq_length
+    passes = plain.get("passes", 1) if settings.pp > 1 else 1
+    tokens = plain.get("tokens_of_pass")
+    if tokens is None and "local" not in plain:
+        raise ConfigError(
+            "the file does not say the sequences of a rank, which its configuration chooses",
+            hint="state them with plan read FILE --micro-batch-size N",
+        )
+    if tokens is None:
+        local: int = plain["local"]
+        micro = local // passes if "passes" in plain else plain.get("micro", 1)
+        return (micro if settings.pp > 1 else local), local
+    if tokens % length:
+        raise ConfigError(
+            f"{tokens} tokens of a rank are no whole sequences of {length}",
+            hint="change the context length, or the tokens",
+        )
+    return tokens // length, tokens // length * passes
+
+
+def _with_levels(settings: Settings, every: int | None) -> Settings:
+    """Returns the settings where every nth block recomputes all, and the others nothing."""
+    if every is None or settings.recompute is not Recompute.SELECTIVE:
+        return settings
+    levels = tuple(
+        Recompute.FULL if (block + 1) % every == 0 else Recompute.NONE
+        for block in range(settings.num_layers)
+    )
+    alike = {"recompute": levels[0]} if len(set(levels)) == 1 else {"recompute_of_blocks": levels}
+    return replace(settings, **alike)
 
 
 def _sharding(settings: Settings, dp: int, plain: Facts) -> Facts:

@@ -25,8 +25,8 @@ from parplan.planner.export.hugging_face.hf_trainer_arguments import (
     attention_row,
     optimizer_row,
 )
-from parplan.planner.export.wrappers.harmless_names import AXOLOTL_NAMES
 from parplan.planner.export.wrappers.wrapper import Wrapper, fact, fixed, passed
+from parplan.planner.export.wrappers.wrapper_names import AXOLOTL_NAMES
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.stack import AttentionKernel, ContextForm

@@ -17,8 +17,8 @@ from parplan.planner.export.fields.arguments import (
 )
 from parplan.planner.export.files.nested_file import read_flag, unpriced
 from parplan.planner.export.hugging_face.hf_trainer_arguments import FLASH_ATTN, attention_row
-from parplan.planner.export.wrappers.harmless_names import LLAMA_FACTORY_NAMES
 from parplan.planner.export.wrappers.wrapper import TRAINER_BATCH, Wrapper, fact, fixed, passed
+from parplan.planner.export.wrappers.wrapper_names import LLAMA_FACTORY_NAMES
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.state_precision import StatePrecision

@@ -25,13 +25,13 @@ from parplan.planner.export.fields.arguments import (
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.fields.spellings import switched, valued
 from parplan.planner.export.files.nested_file import unpriced
-from parplan.planner.export.hugging_face.harmless_names import TRAINER_NAMES
 from parplan.planner.export.hugging_face.hf_trainer_arguments import precision_row
+from parplan.planner.export.hugging_face.trainer_names import TRAINER_NAMES
 from parplan.planner.export.megatron.megatron import MEGATRON
 from parplan.planner.export.megatron.megatron_arguments import TABLE
 from parplan.planner.export.megatron.megatron_stages import finished
-from parplan.planner.export.wrappers.harmless_names import LLAMA_FACTORY_NAMES
 from parplan.planner.export.wrappers.wrapper import fixed, passed
+from parplan.planner.export.wrappers.wrapper_names import LLAMA_FACTORY_NAMES
 from parplan.profiles.models.spec import ModelSpec, Precision
 
 _VALUES = (

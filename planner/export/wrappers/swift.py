@@ -22,8 +22,8 @@ from parplan.planner.export.fields.arguments import (
 from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.files.nested_file import read_flag, unpriced
 from parplan.planner.export.hugging_face.hf_trainer_arguments import ATTENTION, attention_row
-from parplan.planner.export.wrappers.harmless_names import SWIFT_NAMES
 from parplan.planner.export.wrappers.wrapper import Wrapper, fixed, passed
+from parplan.planner.export.wrappers.wrapper_names import SWIFT_NAMES
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.stack import AttentionKernel

@@ -11,8 +11,8 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.export.fields.arguments import Argument, Facts, Given, Words, reading
 from parplan.planner.export.files.nested_file import read_flag, unpriced
 from parplan.planner.export.hugging_face.hf_trainer_arguments import read_dtype
-from parplan.planner.export.wrappers.harmless_names import TRL_NAMES
 from parplan.planner.export.wrappers.wrapper import TRAINER_BATCH, Wrapper, fixed, passed
+from parplan.planner.export.wrappers.wrapper_names import TRL_NAMES
 from parplan.profiles.models.spec import Precision
 
 _OLD_LENGTH = "max_seq_length"

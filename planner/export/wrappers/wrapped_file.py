@@ -14,7 +14,11 @@ from parplan.planner.export.fields.launcher import Target
 from parplan.planner.export.files.nested_file import nested_arguments
 from parplan.planner.export.files.shell_words import shell_arguments
 from parplan.planner.export.hugging_face.accelerate import ACCELERATE, launch_keys
-from parplan.planner.export.hugging_face.accelerate_deepspeed import as_deepspeed, is_deepspeed
+from parplan.planner.export.hugging_face.accelerate_deepspeed import (
+    as_deepspeed,
+    is_deepspeed,
+    of_launch_line,
+)
 from parplan.planner.export.hugging_face.hf_trainer import HUGGINGFACE, renamed
 from parplan.planner.export.wrappers.axolotl import AXOLOTL
 from parplan.planner.export.wrappers.llama_factory import LLAMA_FACTORY
@@ -40,13 +44,17 @@ _NAMED = {  # arguments that name a file, and the section that its keys belong t
     "config": "",
 }
 _TYPE = "distributed_type"  # of accelerate's YAML
+_STARTED = "num_processes"  # of accelerate
 _LAUNCH = (_TYPE, "use_fsdp", "multi_gpu", "parallelism_config_")
-_FILE = r"[^\s'\"]+\.(?:ya?ml|json)"
 _OTHERS = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")  # ms-swift on Megatron-Core
-_OVERRIDE = re.compile(r"(?<=\s)([a-z]\w*(?:\.\w+)*)=([^\s\\]+)")
-_VALUE = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=[\"']?([\w./:-]+)[\"']?\s*$", re.MULTILINE)
+_KEY = re.compile(r"[a-z]\w*(?:\.\w+)*")
+_DEEPEST = 2  # files that name files: a script, accelerate's YAML, a JSON
+_LONGEST = 200  # letters of a word of a command line, and of a variable's value
+_VALUE = re.compile(
+    r"^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=[\"']?([\w./:-]{1,200})[\"']?[ \t]*$", re.MULTILINE
+)
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
-_PROCESSES = re.compile(r"\b(NPROC_PER_NODE|NNODES)=(\d+)")
+_PROCESSES = re.compile(r"\b(NPROC_PER_NODE|NNODES)=(\d{1,6})\b")
 _VARIABLES = {"NPROC_PER_NODE": "--nproc_per_node", "NNODES": "--nnodes"}
 
 
@@ -62,7 +70,8 @@ def wrapped_file(text: str, path: Path) -> tuple[Target, tuple[Given, ...]] | No
     wrapper = _wrapper_of("" if nested else text, given)
     launched = not nested and "accelerate launch" in text
     required = wrapper is not None or launched or _names_fsdp(given)
-    given = (*given, *_of_named(given, path, required=required))
+    given = of_launch_line(given)
+    given = (*_of_named(given, path, required=required), *given)  # the command line counts
     wrapper = wrapper or _wrapper_of("", given)
     if wrapper is None:
         if not is_deepspeed(given) and not _names_fsdp(given):
@@ -75,6 +84,8 @@ def wrapped_file(text: str, path: Path) -> tuple[Target, tuple[Given, ...]] | No
             f"{path}: it does not name the file that {wrapper.name} reads",
             hint="read that file",
         )
+    if any(each.name == _STARTED for each in given):
+        target = replace(target, processes=((_STARTED,),))
     return target, given
 
 
@@ -141,19 +152,31 @@ def _of_script(text: str, path: Path) -> Iterator[Given]:
     """Yields the arguments of a script, those of the file that its program reads before them."""
     for variable, count in _PROCESSES.findall(text):
         yield Given(_VARIABLES[variable], (count,), str(path))
-    for program in (pattern for one in WRAPPERS for pattern in one.programs):
-        found = re.search(rf"(?:{program})\s+(?:--config\s+)?({_FILE})([^\n]*)", _code(text))
-        if found:
-            named = found[1]
-            yield from _of_file(named, "", path, required=True)
-            for name, word in _OVERRIDE.findall(found[2]):
-                yield Given(name, (word.strip("'\""),), str(path))
+    for line in _code(text).splitlines():
+        yield from _of_program(line.split(), path)
     for each in shell_arguments(text, str(path)):
         if is_harmless(each.name, STARTING) or not each.name.startswith("--"):
             yield each
         else:
             plain = each.name.removeprefix("--").replace("-", "_")
             yield from _inline(replace(each, name=plain, words=each.words or ("true",)))
+
+
+def _of_program(words: list[str], path: Path) -> Iterator[Given]:
+    """Yields the keys of a file that a program on this line reads, and what follows it."""
+    for place, word in enumerate(words):
+        if not word.endswith(_NESTED) or place == 0:
+            continue
+        before = " ".join(each[:_LONGEST] for each in words[max(0, place - 3) : place])
+        before = before.removesuffix(" --config")
+        named = any(re.search(f"{one}$", before) for each in WRAPPERS for one in each.programs)
+        if not named and not before.endswith(".py"):
+            continue
+        yield from _of_file(word.strip("'\""), "", path, required=named)
+        for name, equals, value in (each.partition("=") for each in words[place + 1 :]):
+            if equals and _KEY.fullmatch(name):
+                yield Given(name, (value.strip("'\""),), str(path))
+        return
 
 
 def _inline(given: Given) -> Iterator[Given]:
@@ -165,15 +188,18 @@ def _inline(given: Given) -> Iterator[Given]:
         yield replace(each, name=f"{given.name}.{each.name}", where=given.where)
 
 
-def _of_named(given: tuple[Given, ...], path: Path, *, required: bool) -> Iterator[Given]:
-    """Yields the keys of the files that arguments name."""
+def _of_named(
+    given: tuple[Given, ...], path: Path, *, required: bool, depth: int = 0
+) -> Iterator[Given]:
+    """Yields the keys of the files that arguments name, and of those that these name."""
     for each in given:
         word = each.words[0] if each.words else ""
         if each.name not in _NAMED or not word.endswith(_NESTED):
             continue
         found = tuple(_of_file(word, _NAMED[each.name], path, required=required))
+        if depth < _DEEPEST:
+            yield from _of_named(found, path, required=required, depth=depth + 1)
         yield from found
-        yield from _of_named(found, path, required=required)
 
 
 def _of_file(named: str, section: str, path: Path, *, required: bool) -> Iterator[Given]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # what the file is, and how transformers loads and generates
 _LIBRARY = """
-_attn_implementation _attn_implementation_autoset for_llm_compressor _commit_hash _name_or_path
-add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id
+_attn_implementation _attn_implementation_autoset cache_implementation for_llm_compressor
+_commit_hash _name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id
 chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
 do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
 exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
@@ -48,8 +48,8 @@ _OTHERS = """
 anyres_pooling_size cla_share_factor dense_list eod_token_id full_attn_mod group_limited_greedy
 im_end_id im_newline_id im_start_id interpolate_factor mask_init_id mlp_intermediate_size
 moe_capacity moe_drop_tokens moe_norm_min moe_random_routing_dropped_token moe_use_aux_free
-num_media_embeds org_vocab_size pad_id pool_type shared_moe_mode text_end_id text_start_id
-use_routing_bias
+num_media_embeds org_vocab_size pad_id pool_type shared_moe_mode sliding_window_size text_end_id
+text_start_id use_routing_bias
 """
 # the kernels of state-space blocks
 _STATE_SPACE = """

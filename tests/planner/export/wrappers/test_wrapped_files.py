@@ -684,6 +684,47 @@ TRAINER_ROWS = {
         name="run.sh",
         zero=2,
     ),
+    "use-deepspeed": one(
+        "accelerate launch --mixed_precision bf16 --num_processes 8 --use_deepspeed \\\n"
+        "  --deepspeed_config_file ds.json finetune.py --max_seq_length 4096 --use_flash_attn \\\n"
+        "  --per_device_train_batch_size 1 --gradient_accumulation_steps 16\n",
+        {"ds.json": ZERO3},
+        name="run.sh",
+        zero=3,
+        global_batch_size=128,
+    ),
+    "recipe": one(
+        "accelerate launch --config_file zero3.yaml sft.py sft.yaml --max_seq_length=1024\n",
+        {
+            "zero3.yaml": ACCELERATE.format(kind=ACCELERATE_ZERO),
+            "sft.yaml": f"{TRAINER}max_seq_length: 2048\ntorch_dtype: bfloat16\n"
+            "use_flash_attention_2: true\ngradient_checkpointing: true\n",
+        },
+        name="run.sh",
+        zero=3,
+        seq_length=1024,
+        recompute=FULL,
+        state_precision=StatePrecision.FP32,
+    ),
+    "two-accumulations": one(
+        "accelerate launch --config_file zero3.yaml sft.py --max_seq_length=1024 \\\n"
+        "  --per_device_train_batch_size 1 --gradient_accumulation_steps 2\n",
+        {
+            "zero3.yaml": ACCELERATE.format(
+                kind=f"{ACCELERATE_ZERO}\n  gradient_accumulation_steps: 4"
+            )
+        },
+        name="run.sh",
+        refused="gradient_accumulation_steps 4 is not the 2",
+    ),
+    "names-that-change-nothing": one(
+        "torchrun train_mem.py --block_size 2048 --per_device_train_batch_size 2 --tf32 True \\\n"
+        "  --fsdp 'full_shard auto_wrap offload' --adam_beta2 0.95 --lazy_preprocess True \\\n"
+        "  --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer --use_lora False\n",
+        name="run.sh",
+        zero=3,
+        states_on_host=True,
+    ),
     "accelerate-missing": one(
         "accelerate launch --config_file zero3.yaml run_clm.py --block_size 4096 \\\n"
         "  --per_device_train_batch_size 1 --gradient_accumulation_steps 1\n",

@@ -42,11 +42,11 @@ TRAINER_NAMES = harmless(
 )
 ACCELERATE_NAMES = harmless(
     "accelerate 1.15.0, accelerate/commands/config/config_args.py and commands/launch.py",
-    """config_file num_processes num_machines num_cpu_threads_per_process machine_rank gpu_ids
-    main_process_ip main_process_port main_training_function rdzv_backend rdzv_conf
-    same_network compute_environment debug enable_cpu_affinity downcast_bf16 tpu_*
-    command_file commands use_mps_device mpirun_config* multi_gpu use_fsdp module no_python
-    quiet monitor_interval max_restarts role tee log_dir
+    """config_file --config_file num_processes num_machines num_cpu_threads_per_process
+    machine_rank gpu_ids main_process_ip main_process_port main_training_function
+    rdzv_backend rdzv_conf same_network compute_environment debug enable_cpu_affinity
+    downcast_bf16 tpu_* command_file commands use_mps_device mpirun_config* multi_gpu
+    use_fsdp module no_python quiet monitor_interval max_restarts role tee log_dir
     fsdp_config.fsdp_transformer_layer_cls_to_wrap
     fsdp_config.fsdp_transformer_cls_names_to_wrap fsdp_config.fsdp_state_dict_type
     fsdp_config.fsdp_use_orig_params fsdp_config.fsdp_sync_module_states
