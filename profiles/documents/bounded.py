@@ -217,8 +217,11 @@ def start_of(source: Path, num_bytes: int, hints: Hints = Hints()) -> bytes:
 
 def fingerprint_of(source: Path, num_digits: int) -> str:
     """Returns the first digits of the SHA-256 of a regular file. Raises ConfigError."""
+    digest = hashlib.sha256()
     with opened(source, most_bytes=1 << 62) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:num_digits]
+        while part := file.read(MIB):
+            digest.update(part)
+    return digest.hexdigest()[:num_digits]
 
 
 def _start(file: IO[bytes], num_bytes: int, *, is_packed: bool, where: str, hints: Hints) -> bytes:

@@ -24,7 +24,8 @@ from tests.profiles.imports.test_import_formats import ATTENTION, GEMM, SIMUMAX
 from tests.profiles.traces.test_nsight import RECURSIVE, TABLES, report
 
 Made = Mapping[str, object]
-READ = "--gpu h100-80gb --gpus 8"
+READ = "--gpu h100-80gb --gpus 128"
+A100 = "--model gpt-tiny --gpus 4 --gpu a100-80gb --tp 2 --global-batch-size 4 --seq-length 64"
 NUMBERS = (
     *("0", "-1", "1", "2.5", "nan", "inf", "1e999", "1e300", "x", "", "0x10", "1_000", "\u00b2"),
     *("\u0663", "9" * 19, "9" * 400, "9" * 5000, "1e-400", "--", "1" + "0" * 4299, "None", "true"),
@@ -75,7 +76,7 @@ SCRIPTS = {
         "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout 'Et*9|(t*10|)*6t*11L'",
     ),
     "recipe.py": "def two():\n    cfg = ConfigContainer(model=LlamaConfig(num_layers=2))\n"
-    "    cfg.model.hidden_size = 64\n    cfg.train.global_batch_size = 8\n    return cfg\n\n"
+    "    cfg.model.hidden_size = 64\n    cfg.train.global_batch_size = 128\n    cfg.train.micro_batch_size = 1\n    return cfg\n\n"
     "def one_8gpu_x():\n    cfg = two()\n    cfg.model.seq_length = 128\n    return cfg\n",
     "galvatron.json": '{"pp_deg": 2, "tp_sizes_enc": "2,2", "dp_types_enc": "0,0", '
     '"checkpoint": "0,0", "global_bsz": 8, "chunks": 2, "use_sp": "0,0", "vtp": 2}',
@@ -161,7 +162,8 @@ def launcher_file(chance: Random, _: Seeds) -> Made:
     command = chance.choice(
         (
             f"read {name} {READ}",
-            f"read {name} {READ} --model llama3-8b --seq-length 128",
+            f"read {name} {READ} --model gpt-tiny --seq-length 64",
+            f"read {name} {READ} --model gpt-tiny --global-batch-size 128 --micro-batch-size 1",
             f"read {name} --model gpt-tiny",
             f"check {name}",
         )
@@ -249,8 +251,9 @@ def trace(chance: Random, seeds: Seeds) -> Made:
         )
     )
     files = {f"t/{name}": content(chance), "p.yaml": seeds.content("plan-pp2-tp2")}
-    given = chance.choice((f"t/{name}", "t", f"t/{name} t/{name}"))
-    return _input(f"calibrate {given} --plan p.yaml -o h.yaml", files)
+    given = chance.choice((f"t/{name}", f"t/{name}", "t", f"t/{name} t/{name}"))
+    layout = chance.choice((A100, A100, A100, "--plan p.yaml"))
+    return _input(f"calibrate {given} {layout} -o h.yaml", files)
 
 
 GALVATRON = {"allreduce_size_8_consec_1": 100.5, "allreduce_size_2_consec_0": 20.0}
@@ -280,7 +283,9 @@ def table(chance: Random, seeds: Seeds) -> Made:
         text = json.dumps(documents[name])
         content = json_mutated(text.encode(), documents[name], chance)
         content = content if chance.random() < 0.6 else _spoiled(text, chance)
-        line = chance.choice(("profile --import '{}' -o h.yaml", "calibrate '{}' --plan p.yaml"))
+        line = chance.choice(
+            ("profile --import '{}' --gpu a100-80gb -o h.yaml", "calibrate '{}' --plan p.yaml")
+        )
         plan = {"p.yaml": seeds.content("plan-one"), "h.yaml": seeds.content("profile")}
         return _input(line.format(name), {name: content, **plan})
     if how < 0.55:

@@ -160,9 +160,9 @@ def _module(path: Path, reads: _Reads) -> _Module:
             if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign):
                 assigned.setdefault(target.id, node.value)
     imports: dict[str, tuple[str, int, str]] = {}
-    for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-            source = (node.module or "", node.level, alias.name)
+    for statement in (each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)):
+        for alias in statement.names:
+            source = (statement.module or "", statement.level, alias.name)
             imports.setdefault(alias.asname or alias.name, source)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     return _Module(

@@ -71,8 +71,8 @@ class Branches:
         rest = line[guard.end() :].lstrip() if guard else ""
         if guard is None or not rest:
             return line
-        test = line[: guard.end()].removesuffix("&&")
-        return "" if holds(test, filled) is False else rest
+        guarding = line[: guard.end()].removesuffix("&&")
+        return "" if holds(guarding, filled) is False else rest
 
     def _next_branch(self, test: bool | None) -> None:
         if not self._taken:
@@ -124,6 +124,7 @@ def _result(words: list[str]) -> bool | None:
             return _WORDS[sign](left, right)
         case [left, sign, right] if sign in _NUMBERS:
             first, second = whole_of(left, WHOLE), whole_of(right, WHOLE)
-            known = first is not None and second is not None
-            return _NUMBERS[sign](first, second) if known else None
+            if first is None or second is None:
+                return None
+            return _NUMBERS[sign](first, second)
     return None
