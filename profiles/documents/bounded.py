@@ -79,7 +79,11 @@ def opened(
             return
         handle = _handle(source, where, hints)
         try:
-            _require_regular(os.fstat(handle), where, hints, most_bytes)
+            status = os.fstat(handle)
+            _require_regular(status, where, hints, most_bytes)
+            if not status.st_size:  # files of the kernel have no size, and some no end
+                yield io.BytesIO(b"")
+                return
             with open(handle, "rb", closefd=False) as file:
                 yield file
         finally:
@@ -193,7 +197,8 @@ def unpacked(
     bytes than its own tell.
     """
     with opened(source, None, hints, most_bytes=most_bytes) as file:
-        packed_bytes = os.fstat(file.fileno()).st_size
+        packed_bytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
         is_packed = file.read(len(_GZIP)) == _GZIP
         file.seek(0)
         most = most_bytes

@@ -76,7 +76,8 @@ SCRIPTS = {
         "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout 'Et*9|(t*10|)*6t*11L'",
     ),
     "recipe.py": "def two():\n    cfg = ConfigContainer(model=LlamaConfig(num_layers=2))\n"
-    "    cfg.model.hidden_size = 64\n    cfg.train.global_batch_size = 128\n    cfg.train.micro_batch_size = 1\n    return cfg\n\n"
+    "    cfg.model.hidden_size = 64\n    cfg.train.global_batch_size = 128\n"
+    "    cfg.train.micro_batch_size = 1\n    return cfg\n\n"
     "def one_8gpu_x():\n    cfg = two()\n    cfg.model.seq_length = 128\n    return cfg\n",
     "galvatron.json": '{"pp_deg": 2, "tp_sizes_enc": "2,2", "dp_types_enc": "0,0", '
     '"checkpoint": "0,0", "global_bsz": 8, "chunks": 2, "use_sp": "0,0", "vtp": 2}',
