@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parplan.commands.options.target_options import TargetOptions
+from parplan.profiles.documents.numbers import whole
+from parplan.profiles.documents.ranges import DEVICES
 from parplan.profiles.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -180,10 +182,12 @@ def _with_options(file: LauncherFile, target: TargetOptions) -> TargetOptions:
     )
     if target.cluster is not None:
         return target
+    where = f"{file.path}: the options to read it back with"
     per_node = stated.get("--gpus-per-node")
+    stated_per_node = whole(per_node, "--gpus-per-node", where, DEVICES) if per_node else None
     return replace(
         target,
         gpu=target.gpu or stated.get("--gpu"),
         gpus=target.gpus or file.num_gpus,
-        gpus_per_node=target.gpus_per_node or (int(per_node) if per_node else None),
+        gpus_per_node=target.gpus_per_node or stated_per_node,
     )

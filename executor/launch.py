@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from parplan.profiles.documents.numbers import whole_of
 from parplan.profiles.errors import ConfigError
 
 _START = "start it with torchrun, or take that variable away"
@@ -64,7 +65,8 @@ def _number(name: str, smallest: int, largest: int, default: int | None = None) 
         return default
     if text is None:
         raise ConfigError(f"MASTER_ADDR is set and {name} is not", hint=_START)
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+    number = whole_of(text)
+    number = -1 if number is None else number
     if not smallest <= number <= largest:
         raise ConfigError(
             f"{name} is {text[:80]!r}, it must be a whole number from {smallest} to {largest}",

@@ -9,7 +9,8 @@ from enum import StrEnum
 from parplan.costmodels.communication.mesh import MeshOrder
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.profiles.documents.numbers import MAX_DIGITS
+from parplan.profiles.documents.numbers import whole_of
+from parplan.profiles.documents.ranges import COUNT, Range
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.stack import ContextForm
 
@@ -35,17 +36,13 @@ def _flag(name: str) -> str:
 
 def _whole(name: str, text: str, least: int, most: int | None) -> int:
     requirement = f"a whole number of at least {least}" if most is None else f"{least} to {most}"
-    if (
-        not text.isdecimal()
-        or len(text) > MAX_DIGITS
-        or int(text) < least
-        or (most is not None and int(text) > most)
-    ):
+    number = whole_of(text, Range(least, COUNT.high if most is None else most))
+    if number is None:
         raise ConfigError(
             f"--forbid {_flag(name)}={text}: it must be {requirement}",
             hint=f"for example --forbid {_flag(name)}={most or 8}",
         )
-    return int(text)
+    return number
 
 
 def _one_of(name: str, text: str, known: Mapping[str, Value]) -> Value:

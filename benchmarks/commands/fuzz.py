@@ -15,10 +15,10 @@ surroundings of a process, and of plans that parse and do not fit together. The 
 same inputs. An input writes in its own folder alone and reaches no network
 (benchmarks/commands/fuzzing/contained.py).
 
-Each input runs in a fork, with 6 GiB of address space and 20 s. A failure is a traceback, a hang, a
-death by a signal, another exit code, a warning of Python, an error that is not one line, or exit
-code 0 of a plan that benchmarks/commands/fuzzing/consistent.py rejects. The exit code is 1 if there
-is one; the smallest input of each cause is saved.
+Each input runs in a fork, with 6 GiB of address space and 20 s. A failure is a traceback, a hang,
+more than 20 CPU-s or 2 GiB, a death by a signal, another exit code, a warning of Python, an error
+that is not one line, or exit code 0 of a plan that benchmarks/commands/fuzzing/consistent.py
+rejects. The exit code is 1 if there is one; the smallest input of each cause is saved.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ HEADER = (
     "misfit",
     "others",
     "most s",
+    "most MiB",
 )
 
 
@@ -77,11 +78,13 @@ class Tally:
     inconsistent: int = 0
     refused: int = 0
     slowest_s: float = 0.0
+    largest_bytes: int = 0
 
     def add(self, result: Result) -> None:
         self.inputs += 1
         self.codes[result.ended.code] += 1
-        self.slowest_s = max(self.slowest_s, result.ended.seconds)
+        self.slowest_s = max(self.slowest_s, result.ended.cpu_s)
+        self.largest_bytes = max(self.largest_bytes, result.ended.peak_bytes)
         self.inconsistent += bool(result.given.inconsistent)
         self.refused += bool(result.given.inconsistent) and result.ended.code != 0
         if result.verdict.failure:
@@ -95,6 +98,7 @@ class Tally:
             name,
             *map(str, (self.inputs, *codes, self.inputs - sum(codes), *by_column, remaining)),
             f"{self.slowest_s:.1f}",
+            f"{self.largest_bytes / 2**20:.0f}",
         ]
 
 
@@ -132,6 +136,7 @@ class Report:
             codes=sum((t.codes for t in self.tallies.values()), Counter()),
             failures=sum((t.failures for t in self.tallies.values()), Counter()),
             slowest_s=max((tally.slowest_s for tally in self.tallies.values()), default=0.0),
+            largest_bytes=max((each.largest_bytes for each in self.tallies.values()), default=0),
         )
         print_table(out, HEADER, [*rows, whole.row("all")], left=HEADER[:1])
         refused = sum(tally.refused for tally in self.tallies.values())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from parplan.profiles.documents.bounded import Hints, read_text
-from parplan.profiles.documents.numbers import MAX_DIGITS
+from parplan.profiles.documents.bounded import Hints, lines_of, read_text
+from parplan.profiles.documents.numbers import real_of, whole_of
 from parplan.profiles.errors import ConfigError, shortened
 from parplan.profiles.models.documents import Documents, documents_of
 
@@ -38,7 +38,7 @@ def documents_of_option(value: str | None, seq_length: int) -> Documents | None:
 
 def _lengths(path: Path, seq_length: int) -> Iterator[tuple[int, float]]:
     """Yields the length and the number of documents of each line that has any."""
-    lines = read_text(path, hints=_HINTS).splitlines()
+    lines = lines_of(read_text(path, hints=_HINTS), str(path), _HINTS)
     if not any(line.strip() for line in lines):
         raise ConfigError(f"{path}: no lengths", hint=_LINE)
     for place, line in enumerate(lines, start=1):
@@ -59,11 +59,8 @@ def _lengths(path: Path, seq_length: int) -> Iterator[tuple[int, float]]:
 
 def _whole(word: str) -> int:
     """Returns the whole number that a word is, 0 where it is none."""
-    return int(word) if word.isdecimal() and len(word) <= MAX_DIGITS else 0
+    return whole_of(word) or 0
 
 
 def _number(value: str) -> float | None:
-    try:
-        return float(value)
-    except ValueError:
-        return None
+    return real_of(value)

@@ -20,7 +20,7 @@ from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.request import Request, SearchOptions
 from parplan.planner.search.estimate import ChunkRequest, UniformChoices
 from parplan.planner.stage_recompute import MEMORY, RecomputeRule, parse_stage_recompute
-from parplan.profiles.documents.bounded import Hints, read_text
+from parplan.profiles.documents.bounded import Hints, lines_of, read_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import ContextForm
 from parplan.profiles.units import parse_size
@@ -28,9 +28,8 @@ from parplan.profiles.units import parse_size
 
 def action_rows(path: Path) -> tuple[str, ...]:
     """Returns the lines of a schedule file, torch's compute-only CSV. Raises ConfigError."""
-    lines = read_text(
-        path, hints=Hints("choose another --schedule-file", "choose another --schedule-file")
-    ).splitlines()
+    hints = Hints("choose another --schedule-file", "choose another --schedule-file")
+    lines = lines_of(read_text(path, hints=hints), str(path), hints)
     # torch writes an empty entry where a rank waits
     return tuple(
         ",".join(entry.strip() for entry in line.split(",") if entry.strip())

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from parplan.executor.checkpoint.index import INDEX, index_document, metadata_of
+from parplan.profiles.documents.bounded import MAX_UNPACKED_BYTES, read_bytes
 from parplan.profiles.documents.reader import read_json
 from parplan.profiles.errors import ConfigError
 
@@ -284,8 +285,9 @@ class CheckedReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
-            document = json.loads((Path(self.path) / INDEX).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
+            body = read_bytes(Path(self.path) / INDEX, most_bytes=MAX_UNPACKED_BYTES)
+            document = json.loads(body)
+        except (ConfigError, ValueError, RecursionError):
             raise ValueError(f"{INDEX} is not that of a checkpoint") from None
         metadata = metadata_of(document, self.sizes)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)

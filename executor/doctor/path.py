@@ -83,7 +83,7 @@ def largest_error(actual: Any, expected: Any) -> float:
     if there.shape != here.shape:
         return float("inf")
     error = float((there - here).abs().max() / here.abs().max().clamp(min=1e-30))
-    return error if error == error else float("inf")  # noqa: PLR0124  NaN
+    return error if error == error else float("inf")
 
 
 def require_close(what: str, actual: Tensor, expected: Tensor, tolerance: float) -> float:

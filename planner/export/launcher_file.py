@@ -21,12 +21,19 @@ from parplan.planner.export.wrappers.wrapped_file import wrapped_file
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord
+from parplan.profiles.documents.bounded import Hints, read_text
+from parplan.profiles.documents.numbers import whole, whole_of
+from parplan.profiles.documents.ranges import DEVICES
 from parplan.profiles.documents.texts import name_of_file
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.units import KIB
 
 SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json", ".toml", ".py")
+_PROGRAMS = (".sh", ".sbatch", ".bash", ".slurm", ".py")
+MAX_CHARACTERS = 512 * KIB  # of a script or a configuration; those of launchers have some thousands
+_HINTS = Hints("check its name")
 _NODES = ("--nnodes", "--nodes", "trainer.num_nodes")
 _PROCESSES = (
     "--nproc-per-node",
@@ -56,15 +63,14 @@ class LauncherFile:
     def num_gpus(self) -> int | None:
         """The processes that the file starts, None where it does not say."""
         if "--gpus" in self.options:
-            return int(self.options["--gpus"])
+            where = f"{self.path}: the options to read it back with"
+            return whole(self.options["--gpus"], "--gpus", where, DEVICES)
         by_name = {each.name: each.words[0] for each in self.given if each.words}
         counts = [
-            next((by_name[name] for name in names if by_name.get(name, "").isdigit()), "")
+            next(filter(None, (whole_of(by_name.get(name), DEVICES) for name in names)), 0)
             for names in self.target.processes or (_NODES, _PROCESSES)
         ]
-        if not all(count.isdigit() for count in counts):
-            return None
-        return prod(map(int, counts))
+        return prod(counts) or None
 
     @property
     def not_understood(self) -> tuple[str, ...]:
@@ -130,7 +136,7 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     if source.suffix not in SUFFIXES:
         return None
     text = _text_of(source)
-    if text.startswith(_PLAN):
+    if text.startswith(_PLAN) or len(text) > MAX_CHARACTERS:
         return None
     owners = [target for target in targets.values() if target.owns(text)]
     wrapped = None if owners else wrapped_file(text, source)
@@ -167,10 +173,14 @@ def _with_further(target: Target, given: tuple[Given, ...], path: Path) -> tuple
 
 def _text_of(path: Path) -> str:
     """Returns the text of a file. Raises ConfigError where it is not readable."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
+    text = read_text(path, hints=_HINTS, lossy=True)
+    if len(text) > MAX_CHARACTERS and path.suffix in _PROGRAMS:
+        raise ConfigError(
+            f"cannot read {path}: it has {len(text):,} characters, at most {MAX_CHARACTERS:,} are "
+            "read as a script",
+            hint="give the command of one run alone",
+        )
+    return text
 
 
 def plan_of_file(

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import TypeVar
 
+from parplan.profiles.documents.numbers import whole_of
+from parplan.profiles.documents.ranges import COUNT, Range
+
 Row = Mapping[str, str]
 
 NEEDED = (
@@ -103,10 +106,10 @@ def whole(row: Row, name: str, default: int | None = None) -> int:
         if default is None:
             raise UnpricedError(f"{name} is not stated")
         return default
-    try:
-        return int(row[name])
-    except ValueError:
-        raise UnpricedError(f"{name} is no whole number") from None
+    number = whole_of(row[name])
+    if number is None:
+        raise UnpricedError(f"{name} is no whole number")
+    return number
 
 
 def choice(row: Row, name: str, kind: type[ChoiceT]) -> ChoiceT | None:
@@ -119,7 +122,8 @@ def choice(row: Row, name: str, kind: type[ChoiceT]) -> ChoiceT | None:
 
 def numbers(row: Row, name: str, count: int) -> tuple[int, ...]:
     """Reads whole numbers with spaces between them. Raises UnpricedError."""
-    words = row[name].split()
-    if len(words) != count or not all(word.isdecimal() for word in words):
+    found = [whole_of(word, Range(0, COUNT.high)) for word in row[name].split()]
+    known = tuple(number for number in found if number is not None)
+    if len(known) != count or len(found) != count:
         raise UnpricedError(f"{name} is not made of {count} whole numbers")
-    return tuple(map(int, words))
+    return known

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from importlib.resources import as_file, files
 from pathlib import Path
 
 from parplan.planner.validation.row_cells import NEEDED, OPTIONAL, Row
 from parplan.profiles.documents.bounded import Hints, read_text
+from parplan.profiles.documents.tables import table_of
 from parplan.profiles.errors import ConfigError
 
 _HINT = "give a table of measured steps with --steps"
@@ -23,11 +22,7 @@ def read_table(path: Path | None = None) -> list[Row]:
     if path is None:
         with as_file(files("parplan.profiles") / "data" / SHIPPED) as shipped:
             return read_table(shipped)
-    try:
-        rows = read_rows(path)
-    except csv.Error:
-        raise ConfigError(f"{path}: not a CSV table", hint=_HINT) from None
-    return [_cleaned(row) for row in rows]
+    return [_cleaned(row) for row in read_rows(path)]
 
 
 def _cleaned(row: Row) -> Row:
@@ -40,8 +35,9 @@ def read_rows(path: Path) -> list[Row]:
 
     Raises ConfigError when the file cannot be read or lacks a needed column.
     """
-    file = io.StringIO(read_text(path, hints=Hints(_HINT, _HINT)), newline="")
-    rows: list[Row] = [dict.fromkeys(OPTIONAL, "") | row for row in csv.DictReader(file)]
+    hints = Hints(_HINT, _HINT)
+    _, cells = table_of(read_text(path, hints=hints), str(path), hints)
+    rows: list[Row] = [dict.fromkeys(OPTIONAL, "") | dict(row) for row in cells]
     if not rows:
         raise ConfigError(f"{path}: no rows", hint=_HINT)
     missing = [name for name in (*NEEDED, "id", "framework") if name not in rows[0]]

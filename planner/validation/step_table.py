@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.planner.validation.row_cells import NEEDED, Row, source_of
+from parplan.profiles.documents.numbers import real_of, whole_of
+from parplan.profiles.documents.ranges import Range
 from parplan.profiles.errors import unknown_name_error
 
 _COUNTS = (
@@ -65,11 +67,9 @@ def _fault(row: Row) -> str | None:
 
 
 def _is_count(text: str, least: int) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS and least <= int(text)
+    return whole_of(text, Range(least, 10**_MOST_DIGITS - 1)) is not None
 
 
 def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    number = real_of(text)
+    return math.nan if number is None else number

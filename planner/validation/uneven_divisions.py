@@ -6,10 +6,12 @@ import re
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.validation.row_cells import UnpricedError
+from parplan.profiles.errors import shortened
 from parplan.profiles.models.spec import ModelSpec
 
-_GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
-_LETTER = re.compile(r"([EtmL])(?:\*(\d+))?")
+_GROUP = re.compile(r"\(([^()]{0,4096})\)(?:\*([0-9]{1,9}))?")
+_LETTER = re.compile(r"([EtmL])(?:\*([0-9]{1,4})(?![0-9]))?")
+_LONGEST = 4096  # characters of a layout, with its groups written out
 
 
 def blocks_by_compute(model: ModelSpec, mesh: Mesh) -> tuple[int, ...]:
@@ -44,11 +46,14 @@ def laid_out(layout: str) -> tuple[int, ...]:
     Raises UnpricedError for a layout that cannot be read.
     """
     text = layout.replace(",", "").replace(" ", "")
-    while _GROUP.search(text):
-        text = _GROUP.sub(lambda group: group[1] * int(group[2] or 1), text, count=1)
+    while len(text) <= _LONGEST and (group := _GROUP.search(text)):
+        again = group[1] * min(int(group[2] or 1), _LONGEST)
+        text = text[: group.start()] + again[: _LONGEST + 1] + text[group.end() :]
+    if len(text) > _LONGEST:
+        raise UnpricedError(f"pipeline_layout is longer than {_LONGEST:,} letters")
     stages = text.split("|")
     if re.sub(_LETTER, "", "".join(stages)):
-        raise UnpricedError(f"pipeline_layout {layout!r} is not understood")
+        raise UnpricedError(f"pipeline_layout {shortened(layout)!r} is not understood")
     return tuple(
         sum(int(count or 1) for letter, count in _LETTER.findall(stage) if letter == "t")
         for stage in stages

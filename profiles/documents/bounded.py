@@ -79,7 +79,11 @@ def opened(
             return
         handle = _handle(source, where, hints)
         try:
-            _require_regular(os.fstat(handle), where, hints, most_bytes)
+            status = os.fstat(handle)
+            _require_regular(status, where, hints, most_bytes)
+            if not status.st_size:  # files of the kernel have no size, and some no end
+                yield io.BytesIO(b"")
+                return
             with open(handle, "rb", closefd=False) as file:
                 yield file
         finally:
@@ -193,7 +197,8 @@ def unpacked(
     bytes than its own tell.
     """
     with opened(source, None, hints, most_bytes=most_bytes) as file:
-        packed_bytes = os.fstat(file.fileno()).st_size
+        packed_bytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
         is_packed = file.read(len(_GZIP)) == _GZIP
         file.seek(0)
         most = most_bytes
@@ -217,8 +222,11 @@ def start_of(source: Path, num_bytes: int, hints: Hints = Hints()) -> bytes:
 
 def fingerprint_of(source: Path, num_digits: int) -> str:
     """Returns the first digits of the SHA-256 of a regular file. Raises ConfigError."""
+    digest = hashlib.sha256()
     with opened(source, most_bytes=1 << 62) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:num_digits]
+        while part := file.read(MIB):
+            digest.update(part)
+    return digest.hexdigest()[:num_digits]
 
 
 def _start(file: IO[bytes], num_bytes: int, *, is_packed: bool, where: str, hints: Hints) -> bytes:

@@ -74,6 +74,7 @@ _BY_NAME = {
         Range(0, 10 * 10_000_000),
     ),
     "lora_rank": Range(0, 65_536),
+    "mtp_layers": Range(0, 4096),
     **dict.fromkeys(("num_experts", "experts_per_token"), Range(0, 100_000)),
     **dict.fromkeys(
         (
@@ -122,7 +123,7 @@ _BY_NAME = {
     "allocator_share": Range(0, 1000),
 }
 _FLAGS = {
-    **dict.fromkeys(("pp", "dp", "tp", "tp_rows", "ep"), DEVICES),
+    **dict.fromkeys(("pp", "dp", "tp", "tp_rows", "cp", "ep", "etp"), DEVICES),
     "neighbours": Range(2, 10_000_000),
     "num_points": Range(3, 1000),
 }
@@ -143,6 +144,11 @@ def range_of(name: str, *, whole: bool) -> Range:
         return _BY_NAME[name]
     by_unit = (bounds for unit, bounds in _BY_UNIT.items() if name.endswith(unit))
     return next(by_unit, WHOLE if whole else REAL)
+
+
+def flag_range(name: str, *, whole: bool) -> Range:
+    """Returns the range of a flag, or of a launcher's argument, by the name of its quantity."""
+    return _FLAGS.get(name) or range_of(name, whole=whole)
 
 
 def require_values(instance: object, where: str) -> None:
@@ -192,6 +198,6 @@ def require_range(name: str, value: float, what: str) -> None:
 
     what: the number's source in the message, such as a flag
     """
-    bounds = _FLAGS.get(name) or range_of(name, whole=isinstance(value, int))
+    bounds = flag_range(name, whole=isinstance(value, int))
     if value not in bounds:
         raise ConfigError(f"{what} is {value}, it must be {bounds}", hint=f"give a number {bounds}")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from parplan.profiles.documents.numbers import real
+from parplan.profiles.documents.ranges import POSITIVE
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.imports.imported import (
     ImportedFile,
@@ -129,12 +131,4 @@ def _whole(row: TableRow, name: str, where: str) -> int:
 
 
 def _seconds(row: TableRow, where: str) -> float:
-    try:
-        latency_ms = float(row["latency"] or "")
-    except ValueError:
-        latency_ms = 0.0
-    if not 0 < latency_ms < float("inf"):
-        raise ConfigError(
-            f"{where}: latency is {row['latency']!r}, needed are ms", hint="correct that row"
-        )
-    return latency_ms * _MS
+    return real(row["latency"], "latency in ms", where, POSITIVE, "correct that row") * _MS

@@ -28,10 +28,10 @@ from parplan.profiles.units import MIB
 TOOL = "Galvatron"
 PRECISION = "bf16"
 TENSOR_MIB = 32  # the default of its programs
-_FILE = re.compile(r"(\d+)nodes_(\d+)gpus_per_node")
-_BANDWIDTH = re.compile(r"allreduce_size_(\d+)_consec_([01])")
-_MESSAGE = re.compile(r"pp_size_(\d+)")
-_TIME = re.compile(r"(allreduce|all2all)_size_(\d+)_(\d+)MB_time")
+_FILE = re.compile(r"(?<![0-9])([1-9][0-9]{0,6})nodes_([1-9][0-9]{0,6})gpus_per_node")
+_BANDWIDTH = re.compile(r"allreduce_size_([0-9]{1,7})_consec_([01])")
+_MESSAGE = re.compile(r"pp_size_([0-9]{1,7})")
+_TIME = re.compile(r"(allreduce|all2all)_size_([0-9]{1,7})_([0-9]{1,7})MB_time")
 _WORKS = {"allreduce": ALL_REDUCE, "all2all": "all_to_all"}
 _MS = 1e-3
 

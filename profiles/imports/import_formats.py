@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parplan.profiles.documents.bounded import Hints, read_text
+from parplan.profiles.documents.bounded import Hints, read_text, start_of
 from parplan.profiles.documents.files import changed_on
 from parplan.profiles.documents.reader import parse_json
+from parplan.profiles.documents.tables import table_of
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.imports.aiconfigurator_table import is_aiconfigurator, read_aiconfigurator
 from parplan.profiles.imports.galvatron_hardware import (
@@ -64,8 +64,8 @@ def read_import(path: Path) -> ImportedFile:
                 hint=f"make factors of it: plan calibrate {path} --plan PLAN",
             )
     else:
-        rows = list(csv.DictReader(text.splitlines()))
-        if rows and is_aiconfigurator(list(rows[0])):
+        names, rows = table_of(text, where)
+        if rows and is_aiconfigurator(list(names)):
             return _with_records(read_aiconfigurator(rows, where, date), where)
     raise ConfigError(
         f"{where}: its format is unknown, known are {', '.join(NAMES)}",
@@ -75,14 +75,11 @@ def read_import(path: Path) -> ImportedFile:
 
 def _require_text(path: Path) -> None:
     """Raises ConfigError for a Parquet file, which is no text."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        if file.read(len(_PARQUET)) == _PARQUET:
-            raise ConfigError(
-                f"{path}: it is a Parquet file, needed is CSV text",
-                hint="write it as CSV: pandas.read_parquet(FILE).to_csv(CSV, index=False)",
-            )
+    if start_of(path, len(_PARQUET), Hints("check the path")) == _PARQUET:
+        raise ConfigError(
+            f"{path}: it is a Parquet file, needed is CSV text",
+            hint="write it as CSV: pandas.read_parquet(FILE).to_csv(CSV, index=False)",
+        )
 
 
 def _with_records(imported: ImportedFile, where: str) -> ImportedFile:

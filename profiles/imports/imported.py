@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parplan.profiles.documents.numbers import real, whole_of
+from parplan.profiles.documents.ranges import POSITIVE, Range
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.measurements import (
     Case,
@@ -22,7 +23,7 @@ from parplan.profiles.units import US_PER_S
 
 LEAST_S = 1e-8  # no kernel is faster
 MOST_S = 1e4
-MOST_DIGITS = 15  # of a size
+_SIZES = Range(0, 10**15)
 SHOWN = 80  # most characters of a value in a message
 
 
@@ -66,19 +67,12 @@ def mapping_at(body: Any, path: str, where: str, tool: str) -> Mapping[str, Any]
 
 def positive(value: Any, name: str, where: str) -> float:
     """Returns a number above zero. Raises ConfigError for all else."""
-    number = not isinstance(value, bool) and isinstance(value, int | float)
-    if not number or not 0 < value < math.inf:
-        raise ConfigError(
-            f"{where}: {name} is {str(value)[:SHOWN]!r}, needed is a number above 0",
-            hint="correct that value",
-        )
-    return float(value)
+    return real(value, name, where, POSITIVE)
 
 
 def whole_size(text: str) -> int | None:
     """Returns the size that a text of digits says, None for another text and for zero."""
-    is_size = text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS
-    return int(text) or None if is_size else None
+    return whole_of(text, _SIZES) or None
 
 
 def product_record(

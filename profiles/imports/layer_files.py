@@ -25,8 +25,10 @@ from parplan.profiles.imports.imported import mapping_at, needed, positive
 
 METIS = "Metis"
 GALVATRON = "Galvatron"
-_NAME = re.compile(r"DeviceType\.(.+)_tp(\d+)_bs(\d+)")
-_COMPUTATION = re.compile(r"(layernum\[\d+\]|layertype_\d+|layertype_other)_bsz(\d+)_seq(\d+)")
+_NAME = re.compile(r"DeviceType\.(.{1,100})_tp([0-9]{1,7})_bs([0-9]{1,9})")
+_COMPUTATION = re.compile(
+    r"(layernum\[[0-9]{1,4}\]|layertype_[0-9]{1,4}|layertype_other)_bsz([0-9]{1,9})_seq([0-9]{1,9})"
+)
 _MS = 1e-3
 
 

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from parplan.profiles.documents.numbers import whole_of
 from parplan.profiles.documents.packaged_configs import label_of, read_config
 from parplan.profiles.documents.plain import Limits
+from parplan.profiles.documents.ranges import DEVICES
 from parplan.profiles.documents.schema import document, json_schema, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
@@ -130,7 +132,8 @@ def pools_of_text(
     counts: dict[str, int] = {}
     for part in text.split("+"):
         name, _, count = part.partition(":")
-        if not count.isdigit() or not int(count):
+        number = whole_of(count, DEVICES)
+        if number is None:
             raise ConfigError(
                 f"--gpu {text}: {part} is not NAME:GPUS",
                 hint="give each pool its number of GPUs: --gpu a100-80gb:32+h100-80gb:32",
@@ -140,7 +143,7 @@ def pools_of_text(
                 f"--gpu {text} names {name} twice",
                 hint="add up its GPUs, or name both pools in a cluster file",
             )
-        counts[name] = int(count)
+        counts[name] = number
     if num_gpus is not None:
         raise ConfigError(
             f"--gpus {num_gpus} beside --gpu {text}, which counts the GPUs of each pool",

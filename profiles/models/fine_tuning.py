@@ -18,7 +18,7 @@ PROJECTOR = "projector"
 FROZEN_PARTS = (EMBEDDING, HEAD, NORMS, TOWER, PROJECTOR, ALL)
 BASE_BITS = (16, 8)
 ALL_LINEAR = "all-linear"  # every product of a block, as peft calls it
-_BLOCKS = re.compile(r"blocks[ :=](\d+)(?:-(\d+))?")
+_BLOCKS = re.compile(r"blocks[ :=]([0-9]{1,9})(?:-([0-9]{1,9}))?")
 # names of modules that users write, by the operator of the graph that computes them
 _ALIASES = MappingProxyType(
     {

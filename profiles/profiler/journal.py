@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from parplan.profiles.documents.bounded import MAX_BYTES
 from parplan.profiles.documents.reader import parse_json
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
@@ -110,7 +111,7 @@ def _locked(path: Path) -> int:
 
 def _whole_lines(journal: Journal) -> list[bytes]:
     """Returns its lines and cuts a torn last line off the file. Raises ConfigError."""
-    body = _content(journal.handle)
+    body = _content(journal)
     start = body[: len(_START)]
     if start != _START[: len(start)]:
         raise _no_journal(journal.path)
@@ -125,10 +126,13 @@ def _whole_lines(journal: Journal) -> list[bytes]:
     return lines
 
 
-def _content(handle: int) -> bytes:
-    with open(handle, "rb", closefd=False) as file:
+def _content(journal: Journal) -> bytes:
+    with open(journal.handle, "rb", closefd=False) as file:
         file.seek(0)
-        return file.read()
+        body = file.read(MAX_BYTES + 1)
+    if len(body) > MAX_BYTES:
+        raise _no_journal(journal.path)
+    return body
 
 
 def _check_header(line: bytes, request: Mapping[str, Any], path: Path) -> None:

@@ -186,6 +186,8 @@ TRACEBACK = (
         pytest.param(_ended(code=1), "exit code", id="exit-code-1"),
         pytest.param(_ended(code=-11), "signal", id="segmentation-fault"),
         pytest.param(_ended(code=-9, hung=True), "hang", id="hang"),
+        pytest.param(_ended(cpu_s=21.0), "slow", id="slow"),
+        pytest.param(_ended(peak_bytes=3 * 2**30), "memory", id="memory"),
         pytest.param(
             _ended(stderr="/a/b.py:3: RuntimeWarning: overflow\n"), "warning", id="warning"
         ),

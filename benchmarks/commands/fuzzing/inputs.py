@@ -35,6 +35,7 @@ class Input:
 
     links         name -> target of a symbolic link
     folders       empty folders
+    pipes         named pipes without a writer
     encoding      encoding of standard output
     interrupt_s   the time of SIGINT
     inconsistent  the inconsistency of the plan's parts, for which exit code 0 is wrong; "" without
@@ -47,6 +48,7 @@ class Input:
     files: Mapping[str, bytes] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
     folders: tuple[str, ...] = ()
+    pipes: tuple[str, ...] = ()
     environment: Mapping[str, str | None] = field(default_factory=dict)
     stdout: Stream = Stream.FILE
     stderr: Stream = Stream.FILE
@@ -70,6 +72,7 @@ class Ended:
     """The end of an input's process.
 
     code   exit code, minus the signal if one killed it
+    peak_bytes  most resident memory of the process
     stack  the output of faulthandler
     """
 
@@ -80,4 +83,5 @@ class Ended:
     seconds: float
     cpu_s: float
     hung: bool
+    peak_bytes: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)

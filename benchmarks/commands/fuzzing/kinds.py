@@ -9,7 +9,7 @@ from random import Random
 
 import yaml
 
-from benchmarks.commands.fuzzing import command_lines, surroundings
+from benchmarks.commands.fuzzing import command_lines, foreign_files, surroundings
 from benchmarks.commands.fuzzing.consistent import problem_of
 from benchmarks.commands.fuzzing.inputs import Input, Program
 from benchmarks.commands.fuzzing.mutations import bytes_mutated, json_mutated, yaml_mutated
@@ -493,6 +493,10 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="steps-csv", weight=500, make=_steps_csv),
     Kind(name="nccl-text", weight=350, make=_nccl_text, needs=("profile",)),
     Kind(name="comm-file", weight=250, make=_comm_file, needs=("profile", "comm")),
+    *(
+        Kind(name=name, weight=weight, make=make, needs=needs)
+        for name, (weight, make, needs) in foreign_files.MAKERS.items()
+    ),
     Kind(name="command-line", weight=1400, make=command_lines.make, needs=command_lines.NEEDS),
     Kind(name="surroundings", weight=300, make=surroundings.make, needs=surroundings.NEEDS),
     Kind(name="plan-torch", weight=200, make=_plan_torch, needs=_TORCH_PLANS, torch=True),

@@ -126,6 +126,7 @@ def run_one(request: Request, folder: Path) -> Ended:
         seconds=seconds,
         cpu_s=used.ru_utime + used.ru_stime,
         hung=hung,
+        peak_bytes=used.ru_maxrss * 1024,
         files={
             name: (work / name).read_bytes() for name in request.outputs if (work / name).is_file()
         },
@@ -139,6 +140,9 @@ def _fill(given: Input, work: Path) -> None:
         path = work / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+    for name in given.pipes:
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(work / name)
     for name, target in given.links.items():
         (work / name).symlink_to(target)
 

@@ -10,6 +10,8 @@ from benchmarks.commands.fuzzing.inputs import Ended, Input, Program, Stream
 
 FINE = (0, 2, 3, 4, 5, 130)
 WITH_ERROR = (2, 3, 4)
+MOST_CPU_S = 20.0
+MOST_BYTES = 2 * 2**30
 READER_LEFT = (120, 141)  # exit codes of a pipe without a reader
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
 _ERROR = re.compile(
@@ -39,6 +41,7 @@ def judge(given: Input, ended: Ended) -> Verdict:
         return Verdict(notes=("interrupted before the command began",))
     for failure, cause in (
         _death(ended),
+        _cost(given, ended),
         _text(ended),
         _code(given, ended),
         _errors(given, ended),
@@ -63,6 +66,14 @@ def _death(ended: Ended) -> tuple[str, str]:
             "signal",
             f"{signal.Signals(-ended.code).name} {_innermost(ended.stack, 'no layout')}",
         )
+    return "", ""
+
+
+def _cost(given: Input, ended: Ended) -> tuple[str, str]:
+    if ended.cpu_s > MOST_CPU_S:
+        return "slow", f"{_command(given)} of {given.kind}"
+    if ended.peak_bytes > MOST_BYTES:
+        return "memory", f"{_command(given)} of {given.kind}"
     return "", ""
 
 
@@ -144,6 +155,11 @@ def _command(given: Input) -> str:
         "tokenize",
         "explain",
         "max-model",
+        "read",
+        "import",
+        "init",
+        "export",
+        "diff",
     )
     if given.program is not Program.PLAN:
         return given.program.value

@@ -24,6 +24,8 @@ from parplan.planner.export.fields.arguments import (
 from parplan.planner.export.fields.program_facts import PROGRAM, require_length
 from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.files.nested_file import read_flag, unpriced
+from parplan.profiles.documents.numbers import whole_of
+from parplan.profiles.documents.ranges import LAYERS
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.stack import ContextForm
@@ -136,9 +138,10 @@ def _on_host(name: str) -> Argument:
 def _read_partition(words: Words, _: Facts) -> Facts:
     if words[0] == "best" or words[0].startswith("type:"):
         return {}  # even_blocks
-    if not all(word.isdigit() for word in words):
+    blocks = tuple(whole_of(word, LAYERS) or 0 for word in words)
+    if not all(blocks):
         raise ValueError("the blocks of every stage are priced, such as [8, 8], and type:..")
-    return {"blocks": tuple(map(int, words))}
+    return {"blocks": blocks}
 
 
 def _read_interval(words: Words, _: Facts) -> Facts:

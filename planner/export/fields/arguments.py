@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parplan.profiles.errors import ConfigError
+from parplan.profiles.documents.numbers import COUNTED, real_of, whole_of
+from parplan.profiles.documents.ranges import WHOLE, Range, flag_range
+from parplan.profiles.errors import ConfigError, shortened
 
 Words = tuple[str, ...]
 Facts = dict[str, Any]
@@ -55,18 +57,41 @@ def number(name: str, fact: str, default: float | None = None, *, source: str = 
         name=name,
         facts=(fact,),
         write=write,
-        read=lambda words, _: {fact: read_number(words)},
+        read=lambda words, _: {fact: _in_range(fact, read_number(words))},
         source=source,
     )
 
 
 def read_number(words: Words) -> float:
     """Returns the one number of these words. Raises ValueError."""
-    (word,) = words
-    try:
-        return int(word)
-    except ValueError:
-        return float(word)
+    if len(words) != 1:
+        raise ValueError("one number is needed")
+    whole = whole_of(words[0], WHOLE)
+    number = real_of(words[0]) if whole is None else whole
+    if number is None:
+        raise ValueError(f"{shortened(words[0])} is no number")
+    return number
+
+
+def read_whole(words: Words, bounds: Range = COUNTED) -> int:
+    """Returns the one whole number of these words. Raises ValueError."""
+    whole = whole_of(words[0], bounds) if len(words) == 1 else None
+    if whole is None:
+        raise ValueError(f"one whole number is needed, {bounds}")
+    return whole
+
+
+def read_wholes(words: Words, bounds: Range = COUNTED) -> tuple[int, ...]:
+    """Returns these words as whole numbers. Raises ValueError."""
+    return tuple(read_whole((word,), bounds) for word in words)
+
+
+def _in_range(fact: str, value: float) -> float:
+    """Returns a number that is in the range of its name. Raises ValueError."""
+    bounds = flag_range(fact, whole=isinstance(value, int))
+    if value not in bounds:
+        raise ValueError(f"it must be {bounds}")
+    return value
 
 
 def switch(

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parplan.planner.export.files.head import MARK
+from parplan.profiles.documents.bounded import Hints, start_of
 from parplan.profiles.documents.files import require_writable, write_results
 from parplan.profiles.errors import ConfigError
 
-_HEAD_CHARACTERS = 4000
+_HEAD_BYTES = 4000
 
 
 def write_files(files: Mapping[str, str], folder: Path, *, force: bool) -> dict[Path, Path | None]:
@@ -38,10 +39,5 @@ def write_files(files: Mapping[str, str], folder: Path, *, force: bool) -> dict[
 
 def _start_of(path: Path) -> str:
     """Returns the first characters of a file. Raises ConfigError where it is not readable."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(_HEAD_CHARACTERS)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror}", hint="choose another folder with -o"
-        ) from None
+    start = start_of(path, _HEAD_BYTES, Hints("choose another folder with -o"))
+    return start.decode("utf-8", errors="replace")

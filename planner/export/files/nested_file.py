@@ -13,10 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from parplan.planner.export.fields.arguments import Argument, Facts, Given, Words
+from parplan.profiles.documents.numbers import real_of, whole_of
+from parplan.profiles.documents.ranges import WHOLE
 from parplan.profiles.documents.reader import parse_yaml
 from parplan.profiles.documents.yaml_text import Path, line_numbers
 
-_ARGUMENTS = re.compile(r"^\s*--[\w.-]+:", re.MULTILINE)  # keys of a YAML of Megatron-LM
+_ARGUMENTS = re.compile(r"^[ \t]*--[\w.-]+:", re.MULTILINE)  # keys of a YAML of Megatron-LM
 _SWITCH = {"true": True, "false": False}
 
 
@@ -126,9 +128,6 @@ def _value(words: Words) -> Any:
     word = words[0]
     if word in _SWITCH:
         return _SWITCH[word]
-    for number in (int, float):
-        try:
-            return number(word)
-        except ValueError:
-            continue
-    return word
+    whole = whole_of(word, WHOLE)
+    number = real_of(word) if whole is None else whole
+    return word if number is None else number

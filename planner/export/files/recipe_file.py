@@ -8,14 +8,21 @@ that are no constants keep their text. What stands under an `if` is not taken; i
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from parplan.planner.export.fields.arguments import Given, Words
+from parplan.profiles.documents.bounded import Hints, read_text
+from parplan.profiles.documents.ranges import WHOLE
 from parplan.profiles.errors import ConfigError
 
 SEPARATOR = "::"  # between a file and the function of it, as in pytest's names
+MOST_CHARACTERS = 1_000_000  # of a file; those of Megatron-Bridge have 60,000
+MOST_LEVELS = 100  # of its syntax
+MOST_CALLS = 2000
+MOST_SETTINGS = 2000  # those of Megatron-Bridge have some hundreds
 _DEEPEST = 12  # recipes that begin with one another
 _CONVERSIONS = ("float", "int", "bool", "str")
 _PACKAGE = "src"  # the folder of a repository that its modules are named from
@@ -44,7 +51,13 @@ class _Config:
     def put(self, path: str, words: Words, where: str) -> None:
         """Sets a path, and forgets what was set below it."""
         whole = f"{self.prefix}{path}"
-        for known in [name for name in self.settings if name.startswith(f"{whole}.")]:
+        if len(self.settings) >= MOST_SETTINGS:
+            raise ConfigError(
+                f"{where}: a recipe has more than {MOST_SETTINGS:,} settings",
+                hint="give the recipe of one run",
+            )
+        below = f"{whole}."
+        for known in [name for name in self.settings if name.startswith(below)]:
             del self.settings[known]
         self.settings[whole] = Given(whole, words, where)
 
@@ -58,38 +71,61 @@ _Value = _Config | ast.expr
 _Scope = dict[str, _Value]
 
 
+@dataclass(slots=True)
+class _Reads:
+    """The files that one recipe reads, each once, and the calls that may still be followed."""
+
+    modules: dict[Path, _Module] = field(default_factory=dict)
+    left: int = MOST_CALLS
+
+    def module(self, path: Path) -> _Module:
+        """Returns the recipes of a file. Raises ConfigError for one that is no Python."""
+        if path not in self.modules:
+            self.modules[path] = _module(path, self)
+        return self.modules[path]
+
+    def call(self, path: Path) -> None:
+        """Counts a call. Raises ConfigError for too many, which recipes that branch make."""
+        self.left -= 1
+        if self.left < 0:
+            raise ConfigError(
+                f"{path}: its recipes call one another more than {MOST_CALLS:,} times",
+                hint="give a recipe that says its settings itself",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A Python file of recipes."""
+    """A Python file of recipes.
+
+    functions   at its top, by their names
+    assigned    the first value that each name has at its top
+    imports     the module, its level and the name there of each name that is imported
+    """
 
     path: Path
-    tree: ast.Module
+    reads: _Reads
+    functions: Mapping[str, ast.FunctionDef]
+    assigned: Mapping[str, ast.expr | None]
+    imports: Mapping[str, tuple[str, int, str]]
 
-    def function(self, name: str) -> ast.FunctionDef | None:
-        found = (node for node in self.tree.body if isinstance(node, ast.FunctionDef))
-        return next((node for node in found if node.name == name), None)
-
-    def constant(self, name: str) -> ast.Constant | None:
+    def constant(self, name: str, depth: int = 0) -> ast.Constant | None:
         """Returns the constant of a name, also one of another file; None if there is none."""
-        for node in self.tree.body:
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
-            named = any(isinstance(each, ast.Name) and each.id == name for each in targets)
-            if named and isinstance(node, ast.Assign | ast.AnnAssign):
-                return node.value if isinstance(node.value, ast.Constant) else None
+        if name in self.assigned:
+            value = self.assigned[name]
+            return value if isinstance(value, ast.Constant) else None
         source = self.imported(name)
-        return None if source is None else _module(source[0]).constant(source[1])
+        if source is None or depth >= _DEEPEST:
+            return None
+        return self.reads.module(source[0]).constant(source[1], depth + 1)
 
     def imported(self, name: str) -> tuple[Path, str] | None:
         """Returns the file that a name comes from and its name there, None if it is not there."""
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.ImportFrom):
-                continue
-            for alias in node.names:
-                if name in (alias.name, alias.asname) and (alias.asname or alias.name) == name:
-                    path = _module_file(self.path, node.module or "", node.level)
-                    return None if path is None else (path, alias.name)
-        return None
+        if name not in self.imports:
+            return None
+        module, level, original = self.imports[name]
+        path = _module_file(self.path, module, level)
+        return None if path is None else (path, original)
 
 
 def recipe_settings(path: Path, name: str) -> tuple[Given, ...]:
@@ -97,8 +133,8 @@ def recipe_settings(path: Path, name: str) -> tuple[Given, ...]:
 
     Raises ConfigError for a file that is no Python, or that has no such function.
     """
-    module = _module(path)
-    if module.function(name) is None and module.imported(name) is None:
+    module = _Reads().module(path)
+    if module.functions.get(name) is None and module.imported(name) is None:
         known = ", ".join(recipe_names(path)) or "none"
         raise ConfigError(f"{path}: it has no recipe {name!r}", hint=f"use one of {known}")
     config = _made(module, name, {}, 0)
@@ -109,25 +145,79 @@ def recipe_names(path: Path) -> tuple[str, ...]:
     """Returns the functions of a file that other files can call. Raises ConfigError."""
     return tuple(
         node.name
-        for node in _module(path).tree.body
+        for node in _tree(path).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     )
 
 
-def _module(path: Path) -> _Module:
+def _module(path: Path, reads: _Reads) -> _Module:
+    tree = _tree(path)
+    assigned: dict[str, ast.expr | None] = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+        for target in targets:
+            if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign):
+                assigned.setdefault(target.id, node.value)
+    imports: dict[str, tuple[str, int, str]] = {}
+    for statement in (each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)):
+        for alias in statement.names:
+            source = (statement.module or "", statement.level, alias.name)
+            imports.setdefault(alias.asname or alias.name, source)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return _Module(
+        path=path,
+        reads=reads,
+        functions={node.name: node for node in reversed(functions)},
+        assigned=assigned,
+        imports=imports,
+    )
+
+
+def _tree(path: Path) -> ast.Module:
+    """Returns the syntax of a file. Raises ConfigError for one that is no Python or too large."""
+    text = read_text(path, hints=Hints("check its name", "mend that line"))
     try:
-        return _Module(path, ast.parse(path.read_text(encoding="utf-8", errors="replace")))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its name") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its own style, which is not the user's now
+            tree = ast.parse(text) if len(text) <= MOST_CHARACTERS else None
     except SyntaxError as error:
         raise ConfigError(
             f"{path}:{error.lineno}: it is no Python: {error.msg}", hint="mend that line"
         ) from None
+    except (ValueError, RecursionError, MemoryError):  # numbers and brackets without end
+        raise ConfigError(f"{path}: it is no Python of a recipe", hint="mend that file") from None
+    if tree is None or not _is_plain(tree):
+        raise ConfigError(
+            f"{path}: more than {MOST_CHARACTERS:,} characters, syntax nested more than "
+            f"{MOST_LEVELS} deep, or an integer of more than 18 digits",
+            hint="give the file of one recipe alone",
+        )
+    return tree
+
+
+def _is_plain(tree: ast.AST) -> bool:
+    """True for a syntax tree of few levels without endless integers, looked at level by level."""
+    level: list[ast.AST] = [tree]
+    for _ in range(MOST_LEVELS):
+        if not level:
+            return True
+        level = [below for node in level for below in ast.iter_child_nodes(node)]
+        if any(_is_endless(node) for node in level):
+            return False
+    return False
+
+
+def _is_endless(node: ast.AST) -> bool:
+    value = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(value, int) and value not in WHOLE
 
 
 def _module_file(path: Path, dotted: str, level: int) -> Path | None:
     """Returns the file of a module that a file imports, None if its repository has none."""
     parts = dotted.split(".") if dotted else []
+    if level > len(path.parents):
+        return None
     if level:
         folders = [path.parents[level - 1]]
     else:
@@ -145,12 +235,13 @@ def _made(module: _Module, name: str, given: _Scope, depth: int) -> _Value | Non
 
     given    its arguments by name; a configuration among them is changed in place
     """
-    function = module.function(name)
+    module.reads.call(module.path)
+    function = module.functions.get(name)
     if function is None:
         source = module.imported(name)
         if source is None or depth >= _DEEPEST:
             return None
-        return _made(_module(source[0]), source[1], given, depth + 1)
+        return _made(module.reads.module(source[0]), source[1], given, depth + 1)
     scope = dict(given)
     returned = _follow(module, function.body, scope, depth)
     if returned is None or returned.value is None:
@@ -195,7 +286,10 @@ def _decided(test: ast.expr, scope: _Scope) -> bool | None:
     """Returns whether `x is None` or `x is not None` holds, None for other conditions."""
     if not isinstance(test, ast.Compare) or not isinstance(test.left, ast.Name):
         return None
-    (operation,), (other,) = test.ops, test.comparators
+    if len(test.ops) != 1:  # a is b is None
+        return None
+    operation = test.ops[0]
+    other = test.comparators[0]
     none = isinstance(other, ast.Constant) and other.value is None
     value = scope.get(test.left.id)
     known = isinstance(value, _Config | ast.Constant)
@@ -284,14 +378,14 @@ def _bound(module: _Module, node: ast.Call, scope: _Scope, depth: int) -> _Scope
     assert isinstance(node.func, ast.Name), "a call by name"
     source, name = module, node.func.id
     for _ in range(_DEEPEST):
-        place = None if source.function(name) else source.imported(name)
+        place = None if source.functions.get(name) else source.imported(name)
         if place is None:
             break
-        source, name = _module(place[0]), place[1]
-    function = source.function(name)
+        source, name = source.reads.module(place[0]), place[1]
+    function = source.functions.get(name)
     if function is None:
         return {}
-    names = [argument.arg for argument in function.args.args]
+    names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
     values = [_value(module, each, scope, depth) for each in node.args]
     usual = function.args.defaults
     bound: _Scope = dict(zip(names[len(names) - len(usual) :], usual, strict=True))
@@ -321,7 +415,7 @@ def _words(module: _Module, node: ast.expr, scope: _Scope) -> Words:
             return _words(module, called.value, scope)  # Bridge.of(NAME).method()
         first = _words(module, node.args[0], scope) if node.args else ()
         said = isinstance(node.args[0], ast.Constant | ast.Name) if node.args else False
-        return first if said and not first[0].isdigit() else (ast.unparse(called),)
+        return first if said and first and not first[0].isdigit() else (ast.unparse(called),)
     return (ast.unparse(node),)
 
 

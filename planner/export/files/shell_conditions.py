@@ -12,14 +12,20 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 
+from parplan.profiles.documents.numbers import whole_of
+from parplan.profiles.documents.ranges import WHOLE
+
 Filled = Callable[[str], str]  # a text with the values of its variables
 
-_IF = re.compile(r"^\s*(el)?if\s+(.*?)\s*(?:;\s*then\b.*)?$", re.DOTALL)
+# each is searched once, and its spaces are those of one run, so that a line costs its length
+_IF = re.compile(r"\s*(el)?if\s")
+_THEN = re.compile(r";\s*then\b")
 _ELSE = re.compile(r"^\s*else\b")
 _END = re.compile(r"^\s*fi\b")
 _WHOLE = re.compile(r"\bfi\s*$")
-_BEFORE = re.compile(r"^\s*(\[\[?\s.*?\s\]\]?)\s*&&\s*(.+)$", re.DOTALL)
-_TEST = re.compile(r"^(!\s+)?\[\[?\s+(!\s+)?(.*?)\s+\]\]?$", re.DOTALL)
+_OPENING = re.compile(r"\s*\[\[?\s")
+_GUARD = re.compile(r"\s\]\]?\s*&&")
+_NOT = re.compile(r"!\s")
 _WORDS: Mapping[str, Callable[[str, str], bool]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -46,24 +52,27 @@ class Branches:
         """Returns the part of a line that counts, "" where none does."""
         begins = _IF.match(line)
         if begins and not begins[1]:
-            test = holds(begins[2], filled)
+            test = holds(_test_of(line, begins.end()), filled)
             if _WHOLE.search(line):
                 return "" if test is False else line
             self._taken.append(test)
             self._before.append(test)
             return ""
         if begins or _ELSE.match(line):
-            self._next_branch(holds(begins[2], filled) if begins else True)
+            self._next_branch(holds(_test_of(line, begins.end()), filled) if begins else True)
             return ""
         if _END.match(line):
             del self._taken[-1:], self._before[-1:]
             return ""
         if False in self._taken:
             return ""
-        guarded = _BEFORE.match(line)
-        if guarded is None:
+        opening = _OPENING.match(line)
+        guard = _GUARD.search(line, opening.end() - 1) if opening else None
+        rest = line[guard.end() :].lstrip() if guard else ""
+        if guard is None or not rest:
             return line
-        return "" if holds(guarded[1], filled) is False else guarded[2]
+        guarding = line[: guard.end()].removesuffix("&&")
+        return "" if holds(guarding, filled) is False else rest
 
     def _next_branch(self, test: bool | None) -> None:
         if not self._taken:
@@ -77,18 +86,32 @@ class Branches:
             self._before[-1] = test if before is False else None
 
 
+def _test_of(line: str, at: int) -> str:
+    """Returns the test of an `if` that ends at `at`, without its `then`."""
+    then = _THEN.search(line, at)
+    return line[at : then.start() if then else len(line)].strip()
+
+
 def holds(test: str, filled: Filled) -> bool | None:
     """Returns whether a test of a shell holds, None where the script alone does not say."""
-    match = _TEST.match(test.strip())
-    if match is None:
+    inside, outer = _without_not(test.strip())
+    width = 2 if inside.startswith("[[") else 1
+    body = inside[width:].removesuffix("]" * width)
+    if not inside.startswith("[") or not inside.endswith("]") or body.strip() == body:
         return None
+    body, inner = _without_not(body.strip())
     try:
-        words = [filled(word) for word in shlex.split(match[3])]
+        words = [filled(word) for word in shlex.split(body)]
     except ValueError:
         return None
     result = None if any("$" in word for word in words) else _result(words)
-    turned = bool(match[1]) != bool(match[2])
-    return result if result is None or not turned else not result
+    return result if result is None or outer == inner else not result
+
+
+def _without_not(text: str) -> tuple[str, bool]:
+    """Returns a test without the `!` before it, and whether one is there."""
+    negated = bool(_NOT.match(text))
+    return (text[1:].lstrip() if negated else text), negated
 
 
 def _result(words: list[str]) -> bool | None:
@@ -100,6 +123,8 @@ def _result(words: list[str]) -> bool | None:
         case [left, sign, right] if sign in _WORDS:
             return _WORDS[sign](left, right)
         case [left, sign, right] if sign in _NUMBERS:
-            numbers = left.lstrip("-").isdigit() and right.lstrip("-").isdigit()
-            return _NUMBERS[sign](int(left), int(right)) if numbers else None
+            first, second = whole_of(left, WHOLE), whole_of(right, WHOLE)
+            if first is None or second is None:
+                return None
+            return _NUMBERS[sign](first, second)
     return None

@@ -1,28 +1,25 @@
 """Arguments in shell scripts and YAML files, each with the line that has it.
 
-A script is not run. Variables that it sets to plain words are put in their places, with the forms
-`$NAME`, `${NAME}`, `${NAME:-word}` and `$((A * B))`, and the last value counts. Branches that these
-variables decide are followed (shell_conditions.py). Everything else
-stays as it stands, and is an error only where an argument that has a price uses it.
+A script is not run. Variables that it sets to plain words are put in their places
+(shell_values.py), and the last value counts. Branches that these variables decide are followed
+(shell_conditions.py). Everything else stays as it stands, and is an error only where an argument
+that has a price uses it.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
 
 from parplan.planner.export.fields.arguments import Given
 from parplan.planner.export.files.shell_conditions import Branches
+from parplan.planner.export.files.shell_values import filled
 
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\()(.*)$")
-_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
-_SUM = re.compile(r"\$\(\((.*?)\)\)")
 _ARRAY = re.compile(r"^\s*(?:export\s+|declare\s+-a\s+)?[A-Za-z_]\w*\+?=\(")
-_OF_YAML = re.compile(r"^\s*(--[\w.-]+):\s*(.*?)\s*(?:#.*)?$")
+_OF_YAML = re.compile(r"(--[\w.-]+):")
 _OVERRIDE = re.compile(
     r"^\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|comm_overlap|training)=(.+)$"
 )
@@ -33,15 +30,9 @@ _OF_A_JOB = {  # variables that Slurm sets from an option of the job
     "--gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
     "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
 }
-_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-}
 
 
+@lru_cache(maxsize=4)
 def shell_arguments(text: str, file: str) -> tuple[Given, ...]:
     """Returns the arguments `--name words..` and overrides `a.b=word` of a script, in order."""
     variables: dict[str, str] = {}
@@ -73,10 +64,14 @@ def yaml_arguments(text: str, file: str) -> tuple[Given, ...]:
     """Returns the arguments of a YAML file with lines `--name: words`; a switch is `true`."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
-        match = _OF_YAML.match(line)
-        if match is None or match[2].lower() == "false":
+        code = line.strip()
+        match = _OF_YAML.match(code)
+        if match is None:
             continue
-        value = match[2].strip("'\"")
+        value = code[match.end() :].partition("#")[0].strip()
+        if value.lower() == "false":
+            continue
+        value = value.strip("'\"")
         words = (
             () if value.lower() == "true" else tuple(value.strip("[]").replace(",", " ").split())
         )
@@ -121,18 +116,20 @@ def _arguments(line: str, number: int, file: str, variables: Mapping[str, str]) 
     words: list[str] = []
     for offset, part in enumerate(_ARRAY.sub(" ", line).split("\n")):
         for word in _separate(_words(part)):
-            filled = _filled(word, variables)
-            override = _OVERRIDE.match(filled)
-            begins = (filled.startswith("--") and len(filled) > 2) or _SHORT.match(filled)
+            given_word = _filled(word, variables)
+            override = _OVERRIDE.match(given_word)
+            begins = (given_word.startswith("--") and len(given_word) > 2) or _SHORT.match(
+                given_word
+            )
             if not (begins or override):
-                words.append(filled)
+                words.append(given_word)
                 continue
             if name:
                 yield Given(name, tuple(words), f"{file}:{place}")
-            name, place = filled, number + offset
+            name, place = given_word, number + offset
             words = []
-            if override or "=" in filled:
-                name, _, value = filled.lstrip("+").partition("=")
+            if override or "=" in given_word:
+                name, _, value = given_word.lstrip("+").partition("=")
                 words = [value.strip("'\"")]
             if words:  # it has no further words
                 yield Given(name, tuple(words), f"{file}:{place}")
@@ -152,38 +149,4 @@ def _separate(words: list[str]) -> Iterator[str]:
 
 
 def _filled(word: str, variables: Mapping[str, str]) -> str:
-    """Returns a word with the values of its variables, those that are known."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        return variables.get(name, match[2] if match[2] is not None else match[0])
-
-    def total(match: re.Match[str]) -> str:
-        inside = re.sub(
-            r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: variables.get(name[1], name[0]), match[1]
-        )
-        result = _sum(inside)
-        return match[0] if result is None else f"{result}"
-
-    return _VARIABLE.sub(value, _SUM.sub(total, word)).strip("'\"")
-
-
-def _sum(text: str) -> int | None:
-    """Returns the value of an expression of whole numbers, None for any other."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except SyntaxError:
-        return None
-    return _value(tree.body)
-
-
-def _value(node: ast.expr) -> int | None:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _value(node.left), _value(node.right)
-        divides = isinstance(node.op, ast.Div | ast.FloorDiv)
-        if left is None or right is None or (divides and right == 0):
-            return None
-        return _OPERATORS[type(node.op)](left, right)
-    return None
+    return filled(word, variables).strip("'\"")

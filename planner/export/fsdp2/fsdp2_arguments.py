@@ -26,6 +26,8 @@ from parplan.planner.export.fields.arguments import (
 from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.files.nested_file import flag, read_flag
 from parplan.planner.export.megatron.megatron_model import unsaid_parts
+from parplan.profiles.documents.numbers import whole_of
+from parplan.profiles.documents.ranges import LAYERS
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.functions import PLAIN_FUNCTIONS, Activations
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision
@@ -70,11 +72,14 @@ def _of_blocks(words: Words, facts: Facts, values: Mapping[str, V]) -> tuple[V, 
     """Returns the value of every block. Raises ValueError."""
     blocks = sum(facts.get("blocks", ()))
     runs = [(f"{blocks} {word}" if word in values else word).split() for word in words]
-    right = all(len(run) == 2 and run[0].isdigit() and run[1] in values for run in runs)
-    if not right or sum(int(count) for count, _ in runs) != blocks:
+    right = all(len(run) == 2 and run[1] in values for run in runs)
+    counts = [whole_of(run[0], LAYERS) or 0 for run in runs if right]
+    if not right or not all(counts) or sum(counts) != blocks:
         known = " or ".join(values)
         raise ValueError(f"{known} is needed, or a list of numbers of blocks with one of them")
-    return tuple(values[word] for count, word in runs for _ in range(int(count)))
+    return tuple(
+        values[word] for count, (_, word) in zip(counts, runs, strict=True) for _ in range(count)
+    )
 
 
 def _activation(model: ModelSpec) -> Activations:
@@ -90,9 +95,10 @@ def _schedule(settings: Settings) -> Words | None:
 
 
 def _read_stages(words: Words, _: Facts) -> Facts:
-    if not all(word.isdigit() for word in words):
+    blocks = tuple(whole_of(word, LAYERS) or 0 for word in words)
+    if not all(blocks):
         raise ValueError("the blocks of every stage are needed, such as [8, 9, 9, 6]")
-    return {"blocks": tuple(map(int, words))}
+    return {"blocks": blocks}
 
 
 SHAPE: tuple[Argument, ...] = (

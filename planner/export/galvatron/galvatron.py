@@ -69,7 +69,7 @@ def files(sheet: Sheet) -> Mapping[str, str]:
     """Returns the JSON and the script."""
     plan, chosen = sheet.plan, sheet.settings
     strategy = {
-        name: word if name in LISTS or not word.isdigit() else int(word)
+        name: word if name in LISTS or not word.isdecimal() else int(word)
         for name, (word,) in written(FILE_ROWS, chosen)
     }
     head = {"parplan": list(sheet.head)} if sheet.head else {}

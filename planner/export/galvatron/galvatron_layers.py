@@ -16,9 +16,19 @@ from itertools import groupby
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.export.fields.arguments import Argument, Facts, Words, choice, number, reading
+from parplan.planner.export.fields.arguments import (
+    Argument,
+    Facts,
+    Words,
+    choice,
+    number,
+    read_whole,
+    read_wholes,
+    reading,
+)
 from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.files.nested_file import read_flag
+from parplan.profiles.documents.ranges import COUNT, DEVICES
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.stack import AttentionKernel, ContextForm
@@ -72,7 +82,7 @@ def _exchanges(settings: Settings) -> bool:
 
 
 def _numbers(words: Words) -> list[int]:
-    return [int(part) for word in words for part in word.split(",")]
+    return list(read_wholes(tuple(part for word in words for part in word.split(","))))
 
 
 def _alike(name: str, fact: str, write: Callable[[Settings], int | None]) -> Argument:
@@ -160,7 +170,7 @@ FILE_ROWS: tuple[Argument, ...] = (
         name="chunks",
         facts=("micro_batch_size",),
         write=lambda run: (f"{run.num_micro_batches}",),
-        read=lambda words, _: {"chunks": int(words[0])},
+        read=lambda words, _: {"chunks": read_whole(words, COUNT)},
     ),
     Argument(
         name="pp_division",
@@ -173,7 +183,7 @@ FILE_ROWS: tuple[Argument, ...] = (
         name="vtp",
         facts=("tp",),
         write=lambda run: (f"{1 if _exchanges(run) else run.tp}",),
-        read=lambda words, _: {"vocabulary_degree": int(words[0])},
+        read=lambda words, _: {"vocabulary_degree": read_whole(words, DEVICES)},
     ),
     Argument(
         name="vsp",

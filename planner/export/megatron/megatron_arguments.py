@@ -22,12 +22,14 @@ from parplan.planner.export.fields.arguments import (
     free,
     number,
     read_number,
+    read_whole,
     reading,
     switch,
 )
 from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.megatron.megatron_layouts import layout_blocks, layout_word
 from parplan.planner.validation.block_modules import OFFLOADED, RECOMPUTED
+from parplan.profiles.documents.ranges import COUNT, DEVICES
 from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.product_formats import ProductFormat
 from parplan.profiles.stack import AttentionKernel, ContextForm
@@ -176,7 +178,8 @@ def _first_batch(words: Words, facts: Facts) -> Facts:
     """
     if "global_batch_size" in facts:
         return {}
-    return {"global_batch_size": int(" ".join(words).split()[0].partition(":")[2])}
+    first = " ".join(words).split()[:1]
+    return {"global_batch_size": read_whole(tuple(word.partition(":")[2] for word in first), COUNT)}
 
 
 def _dispatcher(settings: Settings) -> Words | None:
@@ -295,7 +298,7 @@ PARALLEL = (
         name="--hierarchical-context-parallel-sizes",
         facts=("near",),
         write=_near,
-        read=lambda words, _: {"near": int(words[0])},
+        read=lambda words, _: {"near": read_whole(words, DEVICES)},
         source="megatron/core/model_parallel_config.py",
     ),
     number("--expert-model-parallel-size", "ep", 1),

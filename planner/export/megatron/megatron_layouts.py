@@ -12,8 +12,11 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-_REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+# a group, or one letter; a group in a group is not repeated
+_REPEATED = (re.compile(r"\(([^()]{1,4096})\)\*([0-9]{1,9})"), re.compile(r"(.)\*([0-9]{1,9})"))
 _LETTERS = "EtmL"
+MOST_LETTERS = 20_000  # stages and blocks of a model, which has at most 4,096 of each
+_SHOWN = 40  # most characters of a layout in a message
 
 
 def layout_word(blocks: Sequence[int], mtp_layers: int = 0) -> str:
@@ -31,14 +34,38 @@ def _repeated(letter: str, count: int) -> str:
     return f"{letter}*{count}" if count > 2 else letter * count
 
 
+def expanded(word: str) -> str:
+    """Returns a layout without repetitions, commas and spaces. Raises ValueError: too long."""
+    text = "".join(word.split()).replace(",", "")
+    for pattern in _REPEATED:
+        if len(text) <= MOST_LETTERS:
+            text = _repeated_once(text, pattern)
+    if len(text) > MOST_LETTERS:
+        raise ValueError(f"the layout {word[:_SHOWN]} has more than {MOST_LETTERS:,} letters")
+    return text
+
+
+def _repeated_once(text: str, pattern: re.Pattern[str]) -> str:
+    """Returns a text with the repetitions of one form, cut after more letters than there may be."""
+    parts: list[str] = []
+    at = size = 0
+    for match in pattern.finditer(text):
+        times = min(int(match[2]), MOST_LETTERS + 1)
+        parts += text[at : match.start()], match[1] * times
+        at = match.end()
+        size += len(parts[-1]) + len(parts[-2])
+        if size > MOST_LETTERS:
+            break
+    return "".join((*parts, text[at:]))
+
+
 def layout_blocks(word: str) -> tuple[int, ...]:
     """Returns the blocks of the stages of a layout.
 
-    Raises ValueError for an unknown letter, and where the embedding or the loss is not at its end.
+    Raises ValueError for an unknown letter, for more stages and blocks than a model has, and where
+    the embedding or the loss is not at its end.
     """
-    text = re.sub(r"[,\s]", "", word)
-    for pattern in _REPEATED:
-        text = pattern.sub(lambda match: match[1] * int(match[2]), text)
+    text = expanded(word)
     stages = text.split("|")
     wrong = next((letter for letter in text if letter not in f"{_LETTERS}|"), None)
     if wrong:

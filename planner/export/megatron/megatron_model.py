@@ -27,12 +27,15 @@ from parplan.planner.export.fields.arguments import (
 )
 from parplan.planner.export.fields.released_models import vocabulary
 from parplan.planner.validation.frameworks import RELEASE_TEST_VOCAB
+from parplan.profiles.documents.numbers import whole_of
+from parplan.profiles.documents.ranges import LAYERS
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.blocks import BlockRun, LatentAttention, QkNorm, SharedExperts
 from parplan.profiles.models.functions import PLAIN_FUNCTIONS, Activations, RouterScores
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions
 
-_PATTERN_PART = re.compile(r"\(?\[([01](?:,[01])*)\]\)?(?:\*(\d+))?")
+MOST_BLOCKS = int(LAYERS.high)
+_PATTERN_PART = re.compile(r"\(?\[([01](?:,[01])*)\]\)?(?:\*([0-9]{1,9}))?")
 
 
 def _latent(field: str) -> Callable[[ModelSpec], Words | None]:
@@ -76,14 +79,15 @@ def _experts_at(spec: ModelSpec) -> Words | None:
 
 def _read_experts_at(words: Words, _: Facts) -> Facts:
     text = "".join(words).strip("'\"")
-    if text.isdigit():
-        every = int(text)
+    every = whole_of(text, LAYERS)
+    if every is not None:
         return {"experts_at": None if every == 1 else ("every", every)}
-    found = [
-        int(value)
-        for part in _PATTERN_PART.finditer(text)
-        for value in part[1].split(",") * int(part[2] or 1)
-    ]
+    found: list[int] = []
+    for part in _PATTERN_PART.finditer(text):
+        once = [int(value) for value in part[1].split(",")]
+        found += once * min(int(part[2] or 1), MOST_BLOCKS + 1)
+        if len(found) > MOST_BLOCKS:
+            raise ValueError(f"a model has at most {MOST_BLOCKS:,} blocks")
     if not found:
         raise ValueError("write it as an integer, or as ([0]*3+[1]*58)")
     return {"experts_at": tuple(found)}
@@ -104,7 +108,7 @@ def _read_full_attention_at(words: Words, _: Facts) -> Facts:
 
 
 def _numbers(words: Words) -> list[int]:
-    return [int(word) for word in re.findall(r"-?\d+", " ".join(words))]
+    return [int(word) for word in re.findall(r"-?[0-9]{1,18}", " ".join(words))]
 
 
 def _tokenizer_vocabulary(words: Words, _: Facts) -> Facts:

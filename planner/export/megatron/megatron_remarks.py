@@ -14,6 +14,8 @@ from parplan.costmodels.strategy import Strategy
 from parplan.planner.export.fields.arguments import Given
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
+from parplan.profiles.documents.numbers import whole_of
+from parplan.profiles.documents.ranges import LAYERS
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import gib
 
@@ -23,7 +25,9 @@ def remarks(given: tuple[Given, ...], plan: Plan) -> Iterator[str]:
     last = {each.name: each for each in given}
     units = last.get("--recompute-num-layers")
     uniform = last.get("--recompute-method")
-    size = int(units.words[0]) if units and uniform and uniform.words == ("uniform",) else 1
+    blocks = units.words[0] if units and units.words else ""
+    uniformly = uniform is not None and uniform.words == ("uniform",)
+    size = whole_of(blocks, LAYERS) or 1 if uniformly else 1
     if units and size > 1:
         more = gib((size - 1) * _remade_bytes(plan))
         yield (

@@ -29,6 +29,7 @@ from parplan.planner.export.megatron_bridge.bridge_names import MODEL_TABLE, TAB
 from parplan.planner.export.megatron_bridge.nemo_names import MODEL_TABLE as NEMO_MODEL
 from parplan.planner.export.megatron_bridge.nemo_names import PREFIX, interpolated
 from parplan.planner.export.megatron_bridge.nemo_names import TABLE as NEMO_TABLE
+from parplan.profiles.documents.bounded import Hints, read_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -71,7 +72,8 @@ _OPTIONS = {
     ("-etp", "--expert_tensor_parallel_size"): "model.expert_tensor_parallel_size",
 }
 _PATHS = {option: path for options, path in _OPTIONS.items() for option in options}
-_NUM_GPUS = re.compile(r"_(\d+)gpu_")  # in the name of a recipe
+_HINTS = Hints("check its name")
+_NUM_GPUS = re.compile(r"_([0-9]{1,7})gpu_")  # in the name of a recipe
 _OF_A_RUN = re.compile(r"\btensor_model_parallel_size\s*:")  # plans have `model.` keys too
 _TABLE = (*TABLE, *NEMO_TABLE)
 _MODEL = (*MODEL_TABLE, *NEMO_MODEL)
@@ -132,7 +134,7 @@ def _base(own: tuple[Given, ...], file: Path) -> tuple[Given, ...]:
         path = _above(file, f"{_NEMO}/{named['training']}.yaml")
         if path is None:
             raise _missing(file, f"the configuration {named['training']}")
-        return interpolated(nested_arguments(path.read_text(encoding="utf-8"), str(path)))
+        return interpolated(nested_arguments(read_text(path, hints=_HINTS, lossy=True), str(path)))
     recipe = named.get("--recipe", "")
     if not recipe and "--model" in named:
         recipe = f"{named['--model']}_{named.get('--mode', 'pretrain')}_config"
@@ -141,9 +143,10 @@ def _base(own: tuple[Given, ...], file: Path) -> tuple[Given, ...]:
     for folder in _RECIPES:
         above = _above(file, folder)
         for path in sorted(above.rglob("*.py")) if above else ():
-            if re.search(rf"^def {re.escape(recipe)}\(", path.read_text(encoding="utf-8"), re.M):
+            code = read_text(path, hints=_HINTS, lossy=True)
+            if f"\ndef {recipe}(" in f"\n{code}":
                 return _of_recipe(path, recipe)
-            if re.search(rf" as {re.escape(recipe)}\b", path.read_text(encoding="utf-8")):
+            if re.search(rf" as {re.escape(recipe)}\b", code):
                 return recipe_settings(path, recipe)
     return _released_base(own, recipe, file)
 

@@ -42,8 +42,8 @@ _SWITCHES = {
 # optimizers of nemo/core/optim: those that divide their states, and those that do not
 _SHARDED = ("mcore_distributed_optim", "distributed_fused_adam")
 _WHOLE = ("fused_adam", "adam", "adamw", "megatron_fused_adam")
-_INTERPOLATED = re.compile(r"\$\{(?:training)?([\w.]+)\}")
-_PRODUCT = re.compile(r"\$\{multiply:\s*(\d+)\s*,\s*(\d+)\s*\}")
+_INTERPOLATED = re.compile(r"\$\{(?:training)?([\w.]{1,200})\}")
+_PRODUCT = re.compile(r"\$\{multiply: {0,9}([0-9]{1,9}) {0,9}, {0,9}([0-9]{1,9}) {0,9}\}")
 _PRECISIONS = {"bf16": Precision.BF16, "16": Precision.FP16, "32": Precision.FP32}
 _GATED = ("swiglu", "fast-swiglu", "geglu", "fast-geglu", "reglu", "fast-reglu")
 _PLAIN = ("gelu", "relu")

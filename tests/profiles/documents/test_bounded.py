@@ -86,6 +86,13 @@ def test_a_device_is_no_file():
         unpacked(bounded.Path("/dev/zero"))
 
 
+@pytest.mark.parametrize("path", ["/proc/kmsg", "/proc/self/mem", "/proc/self/maps"])
+def test_a_file_of_the_kernel_is_empty(path):
+    if os.access(path, os.R_OK):
+        assert bounded.read_bytes(bounded.Path(path)) == b""
+        assert list(read_lines(bounded.Path(path))) == []
+
+
 def test_cells_that_a_short_row_lacks_are_empty_and_more_are_dropped():
     names, rows = table_of("note\na, b\n1\n1,2,3\n\n", "f", first_line=1)
 

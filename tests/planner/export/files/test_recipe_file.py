@@ -73,3 +73,59 @@ def test_a_file_that_is_no_python_is_refused_with_its_line(tmp_path):
     path.write_text("def f(:\n")
     with pytest.raises(ConfigError, match=r"broken.py:1: it is no Python"):
         recipe_names(path)
+
+
+BRANCHING = "".join(
+    f"def r{n}():\n" + f"    r{n + 1}()\n" * 9 + "    return ConfigContainer()\n" for n in range(14)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(BRANCHING, "call one another more than 2,000 times", id="branching"),
+        pytest.param(
+            "def r0():\n    x = " + "-" * 3000 + "1\n", "no Python of a|nested", id="deep"
+        ),
+        pytest.param("def r0():\n    x = " + "[" * 150 + "]" * 150, "nested more", id="brackets"),
+        pytest.param(f"X = 0x{'f' * 9000}\ndef r0():\n    pass\n", "18 digits", id="endless"),
+        pytest.param(f"X = {'9' * 9000}\ndef r0():\n    pass\n", "no Python", id="9000-digits"),
+        pytest.param("def r0():\n" + "    x = 1\n" * 120_000, "more than 1,000,000", id="long"),
+        pytest.param(
+            "def r0():\n    c = ConfigContainer()\n"
+            + "".join(f"    c.a.x{n} = 1\n" for n in range(2001))
+            + "    return c\n",
+            "more than 2,000 settings",
+            id="settings",
+        ),
+        pytest.param("def r0():\n    x = 1\0\n", "a NUL byte", id="nul"),
+    ],
+)
+def test_a_recipe_without_end_is_an_error(tmp_path, text, message):
+    (tmp_path / "r.py").write_text(text)
+
+    with pytest.raises(ConfigError, match=message):
+        recipe_settings(tmp_path / "r.py", "r0")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if a is None is None:\n        c.b.x = 2",
+        "from .......... import y\n    c.b.y = y",
+        "def f(a=1, /, b=2):\n        return c\n    f()",
+        "x = []\n    c.b.x = of(x)",
+        "c.b.x = LOOP",
+        "x, *y = 1, 2",
+        "c.b.x = -(-1)",
+    ],
+)
+def test_a_line_that_no_recipe_has_is_passed_over(tmp_path, line):
+    head = "from other import LOOP\ndef g(a=1, /, b=2):\n    return ConfigContainer()\n"
+    (tmp_path / "other.py").write_text("from r import LOOP\n")
+    (tmp_path / "r.py").write_text(
+        f"{head}def r0():\n    c = g(3)\n    c.a.n = 4\n    {line}\n    return c\n"
+    )
+
+    found = {each.name: each.words for each in recipe_settings(tmp_path / "r.py", "r0")}
+    assert found["a.n"] == ("4",)

@@ -30,6 +30,12 @@ def test_commas_and_repeated_letters_are_read_as_megatron_does():
     [
         pytest.param("Etx|tL", "x is none of E, t, m, L", id="letter"),
         pytest.param("tt|tL", "begins with E", id="no-embedding"),
+        pytest.param("Et*9999999999|L", "has more than 20,000 letters|none of E", id="10-digits"),
+        pytest.param("Et*99999999|L", "has more than 20,000 letters", id="8-digits"),
+        pytest.param("E(t|)*99999999L", "has more than 20,000 letters", id="stages"),
+        pytest.param("E(t*99999)*99999|L", "has more than 20,000 letters", id="twice"),
+        pytest.param("E" + "(" * 9000 + "t|L", r"\( is none of", id="brackets"),
+        pytest.param("Et*\u00b2|L", r"\* is none of", id="superscript"),
         pytest.param("Et|m|L", "apart from the loss", id="further-tokens-apart"),
     ],
 )
