@@ -14,6 +14,7 @@ main.names = (
     "compare",
     "completion",
     "diff",
+    "doctor",
     "estimate",
     "explain",
     "export",

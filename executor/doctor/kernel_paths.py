@@ -17,8 +17,8 @@ from parplan.executor.context.block_kernels import (
 )
 from parplan.executor.doctor.path import Checked, GpuPath, Place, RefusedError, require_close
 from parplan.executor.models.operators import rms_norm
-from parplan.executor.training.optimizer import build_optimizer
 from parplan.executor.run_options import Options
+from parplan.executor.training.optimizer import build_optimizer
 from parplan.profiles.profiler.gpus import gpu
 
 TOKENS, HEADS = 64, 4

@@ -24,7 +24,7 @@ from parplan.executor.doctor.path import Checked, Place, RefusedError, WrongErro
 from parplan.executor.doctor.paths import path_of
 from parplan.executor.doctor.stand_in import KIND, register, stand_in
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.doctor_report import Finding, Outcome
+from parplan.planner.runs.doctor_report import Outcome
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.interrupts import leave_signals_to_parent
 from parplan.profiles.profiler.gpus import backend_of, gpu, is_gpu, own_gpu
@@ -68,8 +68,10 @@ def run_rank(rank: int, world: World, names: Sequence[str]) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if world.kind == KIND:
         register()
-    device = torch.device("cpu") if world.kind == "cpu" else torch.device(world.kind, rank)
-    with stand_in(rank) if world.kind == KIND else nullcontext():
+    device = torch.device("cpu")
+    if world.kind != "cpu":
+        device = torch.device(world.kind, 0 if world.kind == KIND else rank)
+    with stand_in() if world.kind == KIND else nullcontext():
         if is_gpu(device):
             gpu(device).set_device(device)
         dist.init_process_group(
@@ -145,6 +147,3 @@ def traced() -> Iterator[set[str]]:
         yield ran
     finally:
         sys.setprofile(None)
-
-
-__all__ = ["Finding", "World", "run_rank"]

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +190,8 @@ def _started(world: World, names: Sequence[str]) -> Iterator[Any]:
         yield context.processes
     finally:
         for process in context.processes:
-            process.join(GRACE_S if process.exitcode is None and False else 0)
             process.terminate()
             process.join(GRACE_S)
             if process.exitcode is None:
                 process.kill()
                 process.join()
-
-
-__all__ = ["Examined", "examine", "replace"]
