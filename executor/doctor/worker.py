@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parplan.executor.doctor.path import Checked, Place, RefusedError, WrongError
-from parplan.executor.doctor.paths import path_of
+from parplan.executor.doctor.path import Checked, GpuPath, Place, RefusedError, WrongError
 from parplan.executor.doctor.stand_in import KIND, register, stand_in
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.doctor_report import Outcome
@@ -60,8 +59,8 @@ class World:
     traces: bool = False
 
 
-def run_rank(rank: int, world: World, names: Sequence[str]) -> None:
-    """Runs the paths of those names as one rank of a world."""
+def run_rank(rank: int, world: World, paths: Sequence[GpuPath]) -> None:
+    """Runs paths as one rank of a world."""
     leave_signals_to_parent()
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
@@ -91,29 +90,29 @@ def run_rank(rank: int, world: World, names: Sequence[str]) -> None:
             real=world.kind != KIND,
         )
         with (world.folder / f"world{world.number}-rank{rank}.jsonl").open("w") as journal:
-            for name in names:
-                if not _run(name, place, journal, traces=world.traces):
+            for path in paths:
+                if not _run(path, place, journal, traces=world.traces):
                     break
         dist.destroy_process_group()
 
 
-def _run(name: str, place: Place, journal: object, *, traces: bool) -> bool:
+def _run(path: GpuPath, place: Place, journal: object, *, traces: bool) -> bool:
     """Runs a path; returns False if its world may be left in the middle of an exchange."""
 
     def write(**line: object) -> None:
-        print(json.dumps({"path": name, **line}), file=journal, flush=True)  # type: ignore[arg-type]
+        print(json.dumps({"path": path.name, **line}), file=journal, flush=True)  # type: ignore[arg-type]
 
     write()
     started_s = time.perf_counter()
     with traced() if traces else nullcontext([]) as ran:
-        outcome, says = _outcome(name, place)
+        outcome, says = _outcome(path, place)
     write(outcome=outcome, says=says, seconds=time.perf_counter() - started_s, ran=sorted(ran))
     return outcome is not Outcome.WRONG or place.world == 1
 
 
-def _outcome(name: str, place: Place) -> tuple[Outcome, str]:
+def _outcome(path: GpuPath, place: Place) -> tuple[Outcome, str]:
     try:
-        checked: Checked = path_of(name).run(place)
+        checked: Checked = path.run(place)
         place.synchronize()
     except (RefusedError, PlannerError, NotImplementedError) as refusal:
         return Outcome.REFUSED, _line(refusal)

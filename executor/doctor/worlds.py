@@ -66,11 +66,13 @@ def examine(
             text = f"needs {path.ranks} devices, there {'is 1' if ranks == 1 else f'are {ranks}'}"
             note(Finding(path=path.name, outcome=Outcome.NOT_RUN, says=text))
     number = 0
-    while left := [path.name for path in paths if path.name not in findings]:
+    while left := [path for path in paths if path.name not in findings]:
         if time.monotonic() > deadline_s:
-            for name in left:
+            for path in left:
                 note(
-                    Finding(path=name, outcome=Outcome.NOT_RUN, says=f"{budget_s:.0f} s were over")
+                    Finding(
+                        path=path.name, outcome=Outcome.NOT_RUN, says=f"{budget_s:.0f} s were over"
+                    )
                 )
             break
         with tempfile.TemporaryDirectory(prefix="plan-doctor-") as folder:
@@ -93,12 +95,12 @@ def examine(
 
 
 def _found(
-    world: World, names: Sequence[str], deadline_s: float
+    world: World, paths: Sequence[GpuPath], deadline_s: float
 ) -> Iterator[tuple[Finding, frozenset[str]]]:
     """Yields the findings of one world, up to its end."""
-    with _started(world, names) as processes:
+    with _started(world, paths) as processes:
         limit_s = START_S
-        for name in names:
+        for name in (path.name for path in paths):
             lines = _awaited(world, name, processes, limit_s)
             limit_s = PATH_S
             ended = [line for line in lines if line is not None and "outcome" in line]
@@ -176,11 +178,11 @@ def _last_line(world: World, rank: int, name: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _started(world: World, names: Sequence[str]) -> Iterator[Any]:
+def _started(world: World, paths: Sequence[GpuPath]) -> Iterator[Any]:
     """Starts the ranks of a world, and ends those that are left."""
     context = mp.start_processes(
         run_rank,
-        args=(world, list(names)),
+        args=(world, list(paths)),
         nprocs=world.ranks,
         start_method="spawn",
         join=False,
