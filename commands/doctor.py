@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WHERE = "Where"
 MOST_RANKS = 8
+_NO_GPU = "torch sees no GPU here: the paths run on CPUs through gloo"
 UNHEALTHY = 3  # exit code of a path that was wrong or slow
 
 
@@ -134,38 +135,26 @@ def _chosen(names: tuple[str, ...]) -> tuple[GpuPath, ...]:
 def _examined(
     asked: str, ranks: int | None, paths: tuple[GpuPath, ...], minutes: float
 ) -> DoctorReport:
-    import torch
-
     from parplan.commands.doctor_plans import doctor_plans
-    from parplan.executor.doctor.worlds import examine
+    from parplan.executor.doctor.worlds import chosen_devices, examine
     from parplan.planner.runs.doctor_report import DOCTOR_VERSION, DoctorReport
-    from parplan.profiles.errors import ConfigError
     from parplan.profiles.profiler.environment import environment
 
-    num_gpus = torch.cuda.device_count()
-    kind = asked
-    if asked == "auto":
-        kind = "cuda" if num_gpus else "cpu"
-        if not num_gpus:
-            tell("torch sees no GPU here: the paths run on CPUs through gloo")
+    kind, number = chosen_devices(asked, ranks)
+    if kind != asked:
+        tell(f"the paths run on {number} GPUs" if kind == "cuda" else _NO_GPU)
+    if number != (ranks or number):
+        tell(f"the paths run on {number} of {ranks} devices, a power of two")
     here = environment("cuda" if kind == "cuda" else "cpu")
-    ranks = ranks or (min(num_gpus, MOST_RANKS) if kind == "cuda" else 2)
-    if kind == "cuda" and ranks > num_gpus:
-        raise ConfigError(
-            f"--ranks {ranks}: torch sees {num_gpus} GPUs", hint=f"use --ranks {num_gpus}"
-        )
-    even = 1 << (ranks.bit_length() - 1)
-    if even != ranks:
-        tell(f"the paths run on {even} of {ranks} devices, a power of two")
     examined = examine(
-        kind, even, doctor_plans(even), paths=paths, budget_s=60 * minutes, on_finding=_say
+        kind, number, doctor_plans(number), paths=paths, budget_s=60 * minutes, on_finding=_say
     )
     return DoctorReport(
         doctor_version=DOCTOR_VERSION,
         environment=here,
         device=kind,
         backend={"cuda": "nccl", "cpu": "gloo"}.get(kind, kind),
-        ranks=even,
+        ranks=number,
         findings=examined.findings,
     )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.multiprocessing as mp
 
 from parplan.executor.doctor.path import GpuPath
@@ -22,7 +23,10 @@ from parplan.executor.doctor.paths import PATHS
 from parplan.executor.doctor.worker import World, run_rank
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.doctor_report import Finding, Outcome, joined_finding
+from parplan.profiles.errors import ConfigError
 
+MOST_RANKS = 8
+RANKS_ON_CPUS = 2
 START_S = 180.0  # until a world has joined and begun its first path
 PATH_S = 60.0  # a path that takes longer hangs
 POLL_S = 0.05
@@ -37,6 +41,26 @@ class Examined:
 
     findings: tuple[Finding, ...]
     ran: Mapping[str, frozenset[str]]
+
+
+def chosen_devices(asked: str, ranks: int | None) -> tuple[str, int]:
+    """Returns the kind of device and the number of ranks, a power of two. Raises ConfigError.
+
+    asked   auto, or a kind
+    ranks   None for as many as there are GPUs, up to 8, and two on CPUs
+    """
+    num_gpus = torch.cuda.device_count()
+    kind = asked
+    if asked == "auto":
+        kind = "cuda" if num_gpus else "cpu"
+    if kind == "cuda" and not num_gpus:
+        raise ConfigError("--device cuda: torch sees no GPU", hint="use --device cpu")
+    if kind == "cuda" and (ranks or 0) > num_gpus:
+        raise ConfigError(
+            f"--ranks {ranks}: torch sees {num_gpus} GPUs", hint=f"use --ranks {num_gpus}"
+        )
+    ranks = ranks or (min(num_gpus, MOST_RANKS) if kind == "cuda" else RANKS_ON_CPUS)
+    return kind, 1 << (ranks.bit_length() - 1)
 
 
 def examine(

@@ -10,7 +10,7 @@ from rich.console import Console
 from parplan.planner.runs.doctor_report import DoctorReport, Finding, Outcome
 from parplan.profiles.machines.user_profile import ProfileEnvironment
 from parplan.report.json_result import JsonResult
-from parplan.report.text import joined, print_table, say
+from parplan.report.text import print_table, say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def print_report(report: DoctorReport, file: str, out: Console) -> None:
     heading = ("path", "outcome", "s", "compared")
     print_table(out, heading, rows, left=("path", "outcome", "compared"), bold=bad)
     say(out)
-    say(out, joined([f"{count} {outcome}" for outcome, count in report.counts.items()]))
+    say(out, ", ".join(f"{count} {outcome}" for outcome, count in report.counts.items()))
     if report.is_healthy:
         say(out, f"written to {file}")
     else:

@@ -76,7 +76,6 @@ def test_wrong_requests_are_refused_before_anything_runs(tmp_path):
 
 def test_no_more_ranks_than_gpus_are_started(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("parplan.profiles.profiler.environment.environment", lambda _: None)
 
     assert "torch sees 1 GPUs" in fail(2, "doctor", "--device", "cuda", "--ranks", "2")
 
