@@ -17,6 +17,7 @@ main.names = (
     "compare",
     "completion",
     "diff",
+    "doctor",
     "estimate",
     "explain",
     "export",

@@ -31,6 +31,7 @@ def json_sources() -> dict[str, tuple[Source, ...]]:
     from parplan.report.plans.strategy_table import StrategiesDocument
     from parplan.report.runs.check_document import DryRunDocument
     from parplan.report.runs.chunk_check_table import ChunkCheckDocument
+    from parplan.report.runs.doctor_table import DoctorDocument
     from parplan.report.runs.import_table import ImportDocument
     from parplan.report.runs.parity_table import ParityDocument
     from parplan.report.runs.traced_check_document import TracedCheckDocument
@@ -54,6 +55,7 @@ def json_sources() -> dict[str, tuple[Source, ...]]:
         "clusters": (catalogue.ClustersDocument,),
         "compare": (ComparisonDocument,),
         "diff": (ComparisonDocument,),
+        "doctor": (DoctorDocument,),
         "estimate": (plan_schema,),
         "explain": (ExplanationDocument, StrategiesDocument),
         "export": (ExportDocument, WrittenFiles),

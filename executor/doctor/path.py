@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,7 @@ def largest_error(actual: Any, expected: Any) -> float:
     if there.shape != here.shape:
         return float("inf")
     error = float((there - here).abs().max() / here.abs().max().clamp(min=1e-30))
-    return error if error == error else float("inf")
+    return float("inf") if math.isnan(error) else error
 
 
 def require_close(what: str, actual: Tensor, expected: Tensor, tolerance: float) -> float:

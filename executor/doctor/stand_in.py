@@ -58,7 +58,7 @@ class StandInTensor(torch.Tensor):
             strides=host.stride(),
             storage_offset=host.storage_offset(),
             dtype=host.dtype,
-            device=torch.device(KIND, RUNTIME.current_device()),
+            device=torch.device(KIND, 0),
         )
         made.host = host
         RUNTIME.holds(host)
@@ -232,11 +232,14 @@ def register() -> None:
 
 
 @contextmanager
-def stand_in(number: int = 0) -> Iterator[Runtime]:
-    """Installs the stand-in as GPU `number` of this process, and yields its runtime."""
+def stand_in() -> Iterator[Runtime]:
+    """Installs the stand-in as the only GPU of this process, and yields its runtime.
+
+    A process that has run a backward pass before `register` cannot have it.
+    """
     register()
-    RUNTIME.reset(number)
-    on_device = torch.device(KIND, number)
+    RUNTIME.reset()
+    on_device = torch.device(KIND, 0)
     before = distributed_c10d._get_object_coll_device
 
     def of_objects(group: Any = None) -> Any:
@@ -245,5 +248,8 @@ def stand_in(number: int = 0) -> Iterator[Runtime]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(distributed_c10d, "_get_object_coll_device", of_objects))
+        # torch asks the PrivateUse1 backend for these, which a backend of Python lacks
+        for name in ("synchronize", "current_stream"):
+            stack.enter_context(patch.object(torch.accelerator, name, getattr(RUNTIME, name)))
         stack.enter_context(_Operators())
         yield RUNTIME

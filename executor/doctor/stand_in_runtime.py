@@ -18,7 +18,6 @@ from torch import Tensor
 
 from parplan.profiles.units import GIB, MIB
 
-NUM_DEVICES = 8
 TOTAL_BYTES = 16 * GIB
 
 
@@ -26,7 +25,7 @@ class Stream:
     """A stream: copies that are put off, in their order."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.device = torch.device("standin", RUNTIME.current_device())
+        self.device = torch.device("standin", 0)
         self.due: list[Callable[[], object]] = []
         self.done = 0
         self._eager = False
@@ -108,16 +107,14 @@ class Runtime:
     Event = Event
 
     def __init__(self) -> None:
-        self._number = 0
         self._pinned: set[int] = set()
         self._held: dict[int, object] = {}
         self._held_bytes = 0
         self._most_bytes = 0
-        self.reset(0)
+        self.reset()
 
-    def reset(self, number: int) -> None:
-        """Begins anew on GPU `number`."""
-        self._number = number
+    def reset(self) -> None:
+        """Begins to count anew."""
         self.waits: Counter[str] = Counter()
         self.pageable = self.blocking = 0
         self.default: Any = None
@@ -191,14 +188,13 @@ class Runtime:
         return False
 
     def device_count(self) -> int:
-        return NUM_DEVICES
+        return 1
 
     def current_device(self) -> int:
-        return self._number
+        return 0
 
     def set_device(self, device: Any) -> None:
-        number = device if isinstance(device, int) else torch.device(device).index
-        self._number = number or 0
+        """Does nothing: a process has one stand-in."""
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:

@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parplan.executor.doctor.path import Checked, Place, RefusedError, WrongError
-from parplan.executor.doctor.paths import path_of
+from parplan.executor.doctor.path import Checked, GpuPath, Place, RefusedError, WrongError
 from parplan.executor.doctor.stand_in import KIND, register, stand_in
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.doctor_report import Finding, Outcome
+from parplan.planner.runs.doctor_report import Outcome
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.interrupts import leave_signals_to_parent
 from parplan.profiles.profiler.gpus import backend_of, gpu, is_gpu, own_gpu
@@ -60,16 +59,18 @@ class World:
     traces: bool = False
 
 
-def run_rank(rank: int, world: World, names: Sequence[str]) -> None:
-    """Runs the paths of those names as one rank of a world."""
+def run_rank(rank: int, world: World, paths: Sequence[GpuPath]) -> None:
+    """Runs paths as one rank of a world."""
     leave_signals_to_parent()
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if world.kind == KIND:
         register()
-    device = torch.device("cpu") if world.kind == "cpu" else torch.device(world.kind, rank)
-    with stand_in(rank) if world.kind == KIND else nullcontext():
+    device = torch.device("cpu")
+    if world.kind != "cpu":
+        device = torch.device(world.kind, 0 if world.kind == KIND else rank)
+    with stand_in() if world.kind == KIND else nullcontext():
         if is_gpu(device):
             gpu(device).set_device(device)
         dist.init_process_group(
@@ -89,29 +90,29 @@ def run_rank(rank: int, world: World, names: Sequence[str]) -> None:
             real=world.kind != KIND,
         )
         with (world.folder / f"world{world.number}-rank{rank}.jsonl").open("w") as journal:
-            for name in names:
-                if not _run(name, place, journal, traces=world.traces):
+            for path in paths:
+                if not _run(path, place, journal, traces=world.traces):
                     break
         dist.destroy_process_group()
 
 
-def _run(name: str, place: Place, journal: object, *, traces: bool) -> bool:
+def _run(path: GpuPath, place: Place, journal: object, *, traces: bool) -> bool:
     """Runs a path; returns False if its world may be left in the middle of an exchange."""
 
     def write(**line: object) -> None:
-        print(json.dumps({"path": name, **line}), file=journal, flush=True)  # type: ignore[arg-type]
+        print(json.dumps({"path": path.name, **line}), file=journal, flush=True)  # type: ignore[arg-type]
 
     write()
     started_s = time.perf_counter()
     with traced() if traces else nullcontext([]) as ran:
-        outcome, says = _outcome(name, place)
+        outcome, says = _outcome(path, place)
     write(outcome=outcome, says=says, seconds=time.perf_counter() - started_s, ran=sorted(ran))
     return outcome is not Outcome.WRONG or place.world == 1
 
 
-def _outcome(name: str, place: Place) -> tuple[Outcome, str]:
+def _outcome(path: GpuPath, place: Place) -> tuple[Outcome, str]:
     try:
-        checked: Checked = path_of(name).run(place)
+        checked: Checked = path.run(place)
         place.synchronize()
     except (RefusedError, PlannerError, NotImplementedError) as refusal:
         return Outcome.REFUSED, _line(refusal)
@@ -145,6 +146,3 @@ def traced() -> Iterator[set[str]]:
         yield ran
     finally:
         sys.setprofile(None)
-
-
-__all__ = ["Finding", "World", "run_rank"]

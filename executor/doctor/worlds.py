@@ -11,10 +11,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.multiprocessing as mp
 
 from parplan.executor.doctor.path import GpuPath
@@ -22,7 +23,10 @@ from parplan.executor.doctor.paths import PATHS
 from parplan.executor.doctor.worker import World, run_rank
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.doctor_report import Finding, Outcome, joined_finding
+from parplan.profiles.errors import ConfigError
 
+MOST_RANKS = 8
+RANKS_ON_CPUS = 2
 START_S = 180.0  # until a world has joined and begun its first path
 PATH_S = 60.0  # a path that takes longer hangs
 POLL_S = 0.05
@@ -37,6 +41,26 @@ class Examined:
 
     findings: tuple[Finding, ...]
     ran: Mapping[str, frozenset[str]]
+
+
+def chosen_devices(asked: str, ranks: int | None) -> tuple[str, int]:
+    """Returns the kind of device and the number of ranks, a power of two. Raises ConfigError.
+
+    asked   auto, or a kind
+    ranks   None for as many as there are GPUs, up to 8, and two on CPUs
+    """
+    num_gpus = torch.cuda.device_count()
+    kind = asked
+    if asked == "auto":
+        kind = "cuda" if num_gpus else "cpu"
+    if kind == "cuda" and not num_gpus:
+        raise ConfigError("--device cuda: torch sees no GPU", hint="use --device cpu")
+    if kind == "cuda" and (ranks or 0) > num_gpus:
+        raise ConfigError(
+            f"--ranks {ranks}: torch sees {num_gpus} GPUs", hint=f"use --ranks {num_gpus}"
+        )
+    ranks = ranks or (min(num_gpus, MOST_RANKS) if kind == "cuda" else RANKS_ON_CPUS)
+    return kind, 1 << (ranks.bit_length() - 1)
 
 
 def examine(
@@ -66,11 +90,13 @@ def examine(
             text = f"needs {path.ranks} devices, there {'is 1' if ranks == 1 else f'are {ranks}'}"
             note(Finding(path=path.name, outcome=Outcome.NOT_RUN, says=text))
     number = 0
-    while left := [path.name for path in paths if path.name not in findings]:
+    while left := [path for path in paths if path.name not in findings]:
         if time.monotonic() > deadline_s:
-            for name in left:
+            for path in left:
                 note(
-                    Finding(path=name, outcome=Outcome.NOT_RUN, says=f"{budget_s:.0f} s were over")
+                    Finding(
+                        path=path.name, outcome=Outcome.NOT_RUN, says=f"{budget_s:.0f} s were over"
+                    )
                 )
             break
         with tempfile.TemporaryDirectory(prefix="plan-doctor-") as folder:
@@ -93,12 +119,12 @@ def examine(
 
 
 def _found(
-    world: World, names: Sequence[str], deadline_s: float
+    world: World, paths: Sequence[GpuPath], deadline_s: float
 ) -> Iterator[tuple[Finding, frozenset[str]]]:
     """Yields the findings of one world, up to its end."""
-    with _started(world, names) as processes:
+    with _started(world, paths) as processes:
         limit_s = START_S
-        for name in names:
+        for name in (path.name for path in paths):
             lines = _awaited(world, name, processes, limit_s)
             limit_s = PATH_S
             ended = [line for line in lines if line is not None and "outcome" in line]
@@ -176,11 +202,11 @@ def _last_line(world: World, rank: int, name: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _started(world: World, names: Sequence[str]) -> Iterator[Any]:
+def _started(world: World, paths: Sequence[GpuPath]) -> Iterator[Any]:
     """Starts the ranks of a world, and ends those that are left."""
     context = mp.start_processes(
         run_rank,
-        args=(world, list(names)),
+        args=(world, list(paths)),
         nprocs=world.ranks,
         start_method="spawn",
         join=False,
@@ -190,12 +216,8 @@ def _started(world: World, names: Sequence[str]) -> Iterator[Any]:
         yield context.processes
     finally:
         for process in context.processes:
-            process.join(GRACE_S if process.exitcode is None and False else 0)
             process.terminate()
             process.join(GRACE_S)
             if process.exitcode is None:
                 process.kill()
                 process.join()
-
-
-__all__ = ["Examined", "examine", "replace"]

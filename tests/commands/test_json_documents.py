@@ -72,6 +72,7 @@ COMMANDS = {
     "clusters": (("clusters",),),
     "compare": (("compare", "plan.yaml", "--baseline", "zero-3"),),
     "diff": (("diff", "plan.yaml", "plan.yaml"),),
+    "doctor": (("doctor", "--device", "cpu", "--ranks", "1", "--path", "collectives"),),
     "estimate": (("estimate", *TINY),),
     "explain": (("explain", *TINY, "--tp", "2"),),
     "export": (
@@ -94,7 +95,7 @@ COMMANDS = {
     "sweep": (("sweep", "--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "1,3"),),
     "validate": (("validate", "--source", "korth22"), ("validate", "--fitted")),
 }
-SLOW = ("check", "max-model", "size", "read", "validate", "schemes")
+SLOW = ("check", "doctor", "max-model", "size", "read", "validate", "schemes")
 MARKS = dict.fromkeys(SLOW, pytest.mark.slow)
 
 

@@ -26,6 +26,7 @@ from parplan.planner.export.torchtitan.torchtitan_names import (
     JOB_DEFAULTS,
     former,
 )
+from parplan.profiles.documents.bounded import Hints, read_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -87,7 +88,7 @@ def _of_toml(text: str, own: Iterable[Given], file: Path) -> tuple[Given, ...]:
     place = next((place for place in places if place.is_file()), None)
     if place is None:
         raise ConfigError(f"{file}: there is no {named} beside the file", hint="put it there")
-    return toml_arguments(place.read_text(encoding="utf-8", errors="replace"), str(place))
+    return toml_arguments(read_text(place, hints=Hints("check the path"), lossy=True), str(place))
 
 
 def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Settings:
