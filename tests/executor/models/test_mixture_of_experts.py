@@ -97,11 +97,8 @@ PLANS: dict[str, Plan] = {
 }
 QUICK = {
     "one-rank",
-    "dp2",
-    "ep2-zero0",
     "ep2-zero3-full-recompute",
     "tp2-etp2",
-    "shared-experts-etp2",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 
