@@ -15,7 +15,6 @@ from torch.distributed.tensor._redistribute import (
     _gen_transform_infos,
     clear_redistribute_planner_cache,
 )
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.profiler.gpus import is_gpu
@@ -102,6 +101,9 @@ def begin_fork() -> None:
 
 def forget_meshes() -> None:
     """Empty torch's caches by mesh."""
+    # here, for it loads torch's compiler: a quarter of the time that a rank takes to start
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()

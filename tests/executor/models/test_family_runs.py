@@ -177,7 +177,6 @@ PLANS: dict[str, Plan] = {
 QUICK = {
     "deepseek-tp2-sp",
     "gpt-oss-dp2-ep2",
-    "gemma-tp2-sp-recompute",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 

@@ -49,7 +49,7 @@ PLANS: dict[str, Plan] = {
         FURTHER, pp=2, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=4
     ),
 }
-QUICK = ("deepseek-pp2-dp2-ep2",)
+QUICK = ("pp2-packed",)
 WORLDS = Worlds(PLANS, slow=[name for name in PLANS if name not in QUICK])
 
 

@@ -96,12 +96,10 @@ PLANS: dict[str, Plan] = {
     "shared-experts-dp2-etp2": make_plan(WHOLE, dp=2, tp=2, ep=2, etp=2, sp=True, zero=(1, 3)),
 }
 QUICK = {
-    "one-rank",
     "dp2",
     "ep2-zero0",
     "ep2-zero3-full-recompute",
     "tp2-etp2",
-    "shared-experts-etp2",
 }
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - QUICK)
 

@@ -54,6 +54,7 @@ def check(plan: TracedPlan) -> None:
     assert all(predicted == measured for predicted, measured in actual.states.values())
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("module", "divided"),
@@ -99,6 +100,7 @@ THREE = f"{MODULES}:three_in_a_row"
             TpRules(replicated=("blocks.0",), vocabulary=("table",)),
             10,
             id="gpt-one-block-whole",
+            marks=pytest.mark.slow,
         ),
     ],
 )

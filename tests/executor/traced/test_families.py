@@ -21,6 +21,7 @@ LORA = ModuleSource(
 WOVEN = "tests.helpers.divided_modules:woven"
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     "module",

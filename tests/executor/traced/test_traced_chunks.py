@@ -128,6 +128,7 @@ def test_unlike_shards_on_device_and_host_train_as_in_one_process():
     check(priced)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_chunks_compute_what_zero_3_does_to_the_rounding_of_the_norm():
     priced = made(dp=2)
@@ -142,6 +143,7 @@ def test_chunks_compute_what_zero_3_does_to_the_rounding_of_the_norm():
     assert in_chunks.norms == pytest.approx(sharded.norms, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_hosts_hold_the_predicted_bytes():
     priced = made(pp=2, dp=2)

@@ -83,6 +83,7 @@ def test_a_table_that_three_shards_read_has_one_gradient_on_two_stages():
     check(hand_plan(f"{MODULES}:translator", pp=2, shards_a_stage=2))
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     "optimizer",
@@ -94,6 +95,7 @@ def test_a_traced_module_trains_with_sgd(optimizer):
     check(replace(plan, training=replace(plan.training, optimizer=optimizer)))
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_states_on_the_host_and_recompute_lists_leave_the_results_as_they_are():
     on_host = {"zero": 3, "lists": True, "offload": (Offload.STATES,)}

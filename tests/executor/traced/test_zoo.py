@@ -256,6 +256,7 @@ def _opens_in_little_memory(end) -> None:
     end.send(sum(parameter.nbytes for parameter in workload.module.parameters()))
 
 
+@pytest.mark.slow
 def test_experts_of_40_gib_are_opened_in_8():
     context = multiprocessing.get_context("fork")
     end, second = context.Pipe(duplex=False)
@@ -268,6 +269,7 @@ def test_experts_of_40_gib_are_opened_in_8():
     assert actual > 40 * GIB
 
 
+@pytest.mark.slow
 def test_grouped_products_of_experts_are_counted_in_fp32_as_in_bf16():
     config = {
         "model_type": "mixtral",

@@ -27,7 +27,7 @@ from tests.helpers.instances import peak_bytes, random_instance
 from tests.helpers.planning import request
 from tests.helpers.pools import two_pools
 
-BUDGET_S = 2.0  # also on a busy machine
+BUDGET_S = 0.5
 NEAR = 1.5  # of the optimum, which any method reaches on so small a space
 
 
@@ -91,7 +91,7 @@ def test_exhaustive_search_over_pools_ends_with_the_proven_optimum(seed):
 @pytest.mark.parametrize("name", mostly_slow(METHODS, ["policy-gradient"]))
 def test_a_method_finds_a_plan_over_pools(name):
     asked = on_pools(3)
-    plan = find_by_method(asked, name, BUDGET_S)
+    plan = find_by_method(asked, name, 4 * BUDGET_S)  # also on a busy machine
 
     capacity_gib = {
         pool.name: pool.cluster.device.memory_bytes / GIB for pool in asked.cluster.pools
