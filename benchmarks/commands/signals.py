@@ -1,17 +1,18 @@
 """Ctrl-C and SIGTERM at random moments of 18 commands.
 
-    # about 25 minutes on two cores
+    # half an hour on two cores
     python -m benchmarks.commands.signals
-    # five minutes
+    # ten minutes
     python -m benchmarks.commands.signals --moments 2
     python -m benchmarks.commands.signals --only report-front --moments 20 --seed 1
 
 Each command runs undisturbed first. It then runs again and again, and gets one signal at a random
-moment between the first statement of its process and a little after its usual end: SIGINT as a
-terminal sends it, to the whole group, or SIGTERM as `kill` does, to the process alone. It must end
-within a minute with its own exit code or 130, without a traceback or a warning of Python, leave no
-process and no temporary file, and have written all files of a result or none, with the sentence on
-stderr that says which. The exit code is 1 if one of them does not.
+moment: from a tenth of a second after the first statement of its process, when it handles signals,
+to a little after its usual end. SIGINT comes as a terminal sends it, to the whole group, SIGTERM as
+`kill` does, to the process alone. The command must end within a minute with its own exit code or
+130, without a traceback or a warning of Python, leave no process and no temporary file, and have
+written all files of a result or none, with the sentence on stderr that says which. The exit code is
+1 if one of them does not.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from parplan.report.text import console, print_table, say
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 130
 LONGEST_S = 60.0  # from the signal to the end
+LEAST_S = 0.1  # Python itself and the first modules of the command start, and a signal ends them
 LOST_S = 5.0  # that a command works on after a signal without a word
 ALIVE_S = 10.0  # until the last process of a command has gone
 BEYOND = 1.05  # moments reach this share of the usual time of a command
@@ -53,7 +55,7 @@ _SEARCH = (*_MODEL, "--gpus", "4")
 _LIMIT = ("--time-limit", "4")
 _LOG = """\
  [2026-01-01 00:00:{second:02}] iteration {step:8}/     100 | consumed samples: {samples:12} | \
-elapsed time per iteration (ms): 1200.0 | learning rate: 1.0E-04 | global batch size:    64 | \
+elapsed time per iteration (ms): 1200.0 | learning rate: 1.0E-04 | global batch size:    16 | \
 lm loss: 8.0E+00 | loss scale: 1.0 | grad norm: 1.0 | number of skipped iterations:   0 | \
 number of nan iterations:   0 |
 """
@@ -275,7 +277,7 @@ def attack(name: str, case: Case, made: Path, moments: int, draw: random.Random)
     tally = Tally(usual_s=usual.seconds)
     for number in (signal.SIGINT, signal.SIGTERM):
         for _ in range(moments):
-            after_s = draw.uniform(0.0, BEYOND * usual.seconds)
+            after_s = draw.uniform(LEAST_S, BEYOND * usual.seconds)
             folder = fresh()
             end = run(case, folder, number, after_s)
             tally.too_late += not end.signalled
@@ -298,7 +300,7 @@ def make(folder: Path) -> None:
         check=True,
         capture_output=True,
     )
-    lines = (_LOG.format(second=step, step=step, samples=64 * step) for step in range(1, 30))
+    lines = (_LOG.format(second=step, step=step, samples=16 * step) for step in range(1, 30))
     (folder / "train.log").write_text("".join(lines))
 
 
