@@ -47,6 +47,10 @@ _TYPE = "distributed_type"  # of accelerate's YAML
 _STARTED = "num_processes"  # of accelerate
 _LAUNCH = (_TYPE, "use_fsdp", "multi_gpu", "parallelism_config_")
 _OTHERS = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")  # ms-swift on Megatron-Core
+_METHODS = r"(?:online_)?(?:dpo|kto|grpo|rloo|ppo|orpo|cpo|gkd|xpo|rlhf|reward|reward_modeling)"
+_BESIDE = re.compile(
+    rf"\b(?:trl|swift)[ \t]+{_METHODS}\b|(?<![\w.-]){_METHODS}(?:_\w{{1,40}})?\.py\b"
+)
 _KEY = re.compile(r"[a-z]\w*(?:\.\w+)*")
 _DEEPEST = 2  # files that name files: a script, accelerate's YAML, a JSON
 _LONGEST = 200  # letters of a word of a command line, and of a variable's value
@@ -66,6 +70,7 @@ def wrapped_file(text: str, path: Path) -> tuple[Target, tuple[Given, ...]] | No
     if _OTHERS.search(text):
         return None
     nested = path.suffix in _NESTED
+    _require_one_model("" if nested else text, path)
     given = nested_arguments(text, str(path)) if nested else tuple(_of_script(text, path))
     wrapper = _wrapper_of("" if nested else text, given)
     launched = not nested and "accelerate launch" in text
@@ -87,6 +92,17 @@ def wrapped_file(text: str, path: Path) -> tuple[Target, tuple[Given, ...]] | No
     if any(each.name == _STARTED for each in given):
         target = replace(target, processes=((_STARTED,),))
     return target, given
+
+
+def _require_one_model(script: str, path: Path) -> None:
+    """Raises ConfigError for a program that trains by preferences or rewards, beside a model."""
+    found = _BESIDE.search(_code(script))
+    if found:
+        raise ConfigError(
+            f"{path}: {found[0].strip()} runs another model beside the one that it trains, which "
+            f"has no price",
+            hint="read a script of supervised training",
+        )
 
 
 def _run_by(
