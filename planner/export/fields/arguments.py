@@ -62,6 +62,8 @@ def number(name: str, fact: str, default: float | None = None, *, source: str = 
 
 def read_number(words: Words) -> float:
     """Returns the one number of these words. Raises ValueError."""
+    if len(words) != 1:
+        raise ValueError("one number is needed")
     (word,) = words
     try:
         return int(word)
