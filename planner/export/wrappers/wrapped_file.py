@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from parplan.planner.export.deepspeed.deepspeed import DEEPSPEED
@@ -52,6 +53,7 @@ _BESIDE = re.compile(
     rf"\b(?:trl|swift)[ \t]+{_METHODS}\b|(?<![\w.-]){_METHODS}(?:_\w{{1,40}})?\.py\b"
 )
 _KEY = re.compile(r"[a-z]\w*(?:\.\w+)*")
+_MOST_USES = 500  # variables of a script that have their values
 _DEEPEST = 2  # files that name files: a script, accelerate's YAML, a JSON
 _LONGEST = 200  # letters of a word of a command line, and of a variable's value
 _VALUE = re.compile(
@@ -161,7 +163,13 @@ def _code(text: str) -> str:
     """Returns a script without comments, whose plain variables have their values."""
     code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     values = dict(_VALUE.findall(code))
-    return _VARIABLE.sub(lambda found: values.get(found[1], found[0]), code)
+    uses = count()
+
+    def value(found: re.Match[str]) -> str:
+        known = found[1] in values and next(uses) < _MOST_USES
+        return values[found[1]] if known else found[0]
+
+    return _VARIABLE.sub(value, code)
 
 
 def _of_script(text: str, path: Path) -> Iterator[Given]:
