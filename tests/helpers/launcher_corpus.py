@@ -40,6 +40,8 @@ python examples/nlp/language_modeling/megatron_gpt_pretraining.py --config-name=
   exp_manager.create_checkpoint_callback=True EXTRA
 """
 NEMO_YAML = """run: {name: gpt}
+exp_manager:
+  checkpoint_callback_params: {monitor: val_loss, model_parallel_size: 8}
 trainer: &trainer
   num_nodes: 4
   devices: 8

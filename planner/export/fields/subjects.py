@@ -105,7 +105,7 @@ def _split(text: str) -> frozenset[str]:
 # words of a name that is about the files of a run, its lines or its evaluation
 _BESIDE_A_STEP = _split(
     "eval evals evaluation val valid validation test tests log logs logger logging save saves "
-    "saving wandb tensorboard swanlab mlflow report hub push export infer inference generation "
+    "saving wandb tensorboard swanlab mlflow report hub push infer inference generation "
     "generate vllm sglang rollout"
 )
 # words beside `checkpoint` in a name that is about the files of a training state
