@@ -174,8 +174,8 @@ def _code(text: str) -> str:
 
 def _of_script(text: str, path: Path) -> Iterator[Given]:
     """Yields the arguments of a script, those of the file that its program reads before them."""
-    for variable, count in _PROCESSES.findall(text):
-        yield Given(_VARIABLES[variable], (count,), str(path))
+    for variable, number in _PROCESSES.findall(text):
+        yield Given(_VARIABLES[variable], (number,), str(path))
     for line in _code(text).splitlines():
         yield from _of_program(line.split(), path)
     for each in shell_arguments(text, str(path)):
