@@ -82,20 +82,20 @@ HARMLESS = (
         model.do-layer-norm-weight-decay model.normalize-attention-scores model.attention-type
         model.use-flash-attention model.gc-interval model.reduce-amax model.megatron-amp-O2
         model.native-amp-* model.precision model.fp8-hybrid model.grad-allreduce-chunk-size-mb
-        model.ub-tp-comm-overlap-cfg model.nccl-communicator-config-path model.data.data-impl
-        model.data.splits-string model.data.skip-warmup model.data.num-workers
-        model.data.dataloader-type model.data.eod-mask-loss model.data.reset-*
-        model.data.data-prefix model.data.index-mapping-dir model.data.validation-drop-last
-        model.data.shuffle* model.data.no-seqlen-plus-one-input-tokens
-        model.data.pad-samples-to-global-batch-size model.data.exchange-indices-distributed
-        model.optim.lr model.optim.weight-decay model.optim.betas model.optim.sched*
-        model.optim.bucket-cap-mb model.optim.average-in-collective
-        model.optim.overlap-param-gather-with-optimizer-step model.optim.contiguous-*
-        model.optim.eps model.optim.capturable model.resume-from-checkpoint
-        model.restore-from-path model.seq-len-interpolation-factor
-        model.get-attention-mask-from-fusion model.use-emha model.share-embeddings-*
-        model.gradient-clip-val model.transformer-block-type model.headscale model.openai-gelu
-        model.nemo-path model.fsdp-sharding-strategy model.fsdp-grad-reduce-dtype
-        model.fsdp-sharded-checkpoint""",
+        model.ub-tp-comm-overlap-cfg* model.sync-batch-comm s3-checkpointing*
+        model.nccl-communicator-config-path model.data.data-impl model.data.splits-string
+        model.data.skip-warmup model.data.num-workers model.data.dataloader-type
+        model.data.eod-mask-loss model.data.reset-* model.data.data-prefix
+        model.data.index-mapping-dir model.data.validation-drop-last model.data.shuffle*
+        model.data.no-seqlen-plus-one-input-tokens model.data.pad-samples-to-global-batch-size
+        model.data.exchange-indices-distributed model.optim.lr model.optim.weight-decay
+        model.optim.betas model.optim.sched* model.optim.bucket-cap-mb
+        model.optim.average-in-collective model.optim.overlap-param-gather-with-optimizer-step
+        model.optim.contiguous-* model.optim.eps model.optim.capturable
+        model.resume-from-checkpoint model.restore-from-path
+        model.seq-len-interpolation-factor model.get-attention-mask-from-fusion model.use-emha
+        model.share-embeddings-* model.gradient-clip-val model.transformer-block-type
+        model.headscale model.openai-gelu model.nemo-path model.fsdp-sharding-strategy
+        model.fsdp-grad-reduce-dtype model.fsdp-sharded-checkpoint""",
     ),
 )

@@ -79,6 +79,21 @@ CASES = {
     "nemo-cp": nemo("++model.context_parallel_size=2", said={"cp": 2, "tp": 2, "dp": 4}),
     "nemo-peft": nemo("model.peft.peft_scheme=lora", refused="model.peft.peft_scheme"),
     "nemo-offload": nemo("model.cpu_offloading=True", refused="model.cpu_offloading"),
+    "nemo-llama": Case(
+        name="llama.sh",
+        text=NEMO.replace("megatron_gpt_config", "megatron_llama_config").replace(
+            "model.encoder_seq_length=4096 model.data.seq_length=4096", ""
+        ),
+        gpus=16,
+        vocab_size=32000,
+        said={"tp": 2, "dp": 8, "seq_length": 4096},
+    ),
+    "nemo-unknown-base": Case(
+        name="t5.sh",
+        text=NEMO.replace("megatron_gpt", "megatron_t5"),
+        gpus=16,
+        refused="megatron_t5_config, which is not in the repository",
+    ),
     "nemo-yaml": Case(
         name="nemo.yaml",
         text=NEMO_YAML,
