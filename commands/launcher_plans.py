@@ -17,7 +17,7 @@ from parplan.profiles.errors import ConfigError
 
 if TYPE_CHECKING:
     from parplan.planner.export.launcher_file import LauncherFile
-    from parplan.planner.export.stated_options import Option
+    from parplan.planner.export.stated_options import StatedOption
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.profiles.models.spec import ModelSpec
@@ -96,7 +96,9 @@ def completed_file(
     return file.with_options(_options_of(target, program))
 
 
-def _options_of(target: TargetOptions, program: Mapping[str, object] | None) -> tuple[Option, ...]:
+def _options_of(
+    target: TargetOptions, program: Mapping[str, object] | None
+) -> tuple[StatedOption, ...]:
     """Returns the options that are about settings, by their names."""
     from parplan.planner.export.stated_options import options_of
 

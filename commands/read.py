@@ -45,12 +45,13 @@ def read(
 ) -> None:
     """Read a launcher's own configuration, and price it.
 
-    FILE is a shell script with arguments of Megatron-LM's pretrain_gpt.py, torchtitan or the
-    Trainer of transformers, or with overrides of Megatron-Bridge or NeMo; a YAML file of one of
-    them; a recipe of Megatron-Bridge (FILE.py::RECIPE); or a JSON of DeepSpeed. It is not
-    run. Arguments that change time or memory and have no price are errors, others are listed. A
-    machine that the file does not state is named by options, and so are the model and the sequence
-    length.
+    FILE is a shell script with arguments of Megatron-LM's pretrain_gpt.py, torchtitan, the Trainer
+    of transformers or a program around it (LLaMA-Factory, axolotl, trl, ms-swift), or with
+    overrides of Megatron-Bridge or NeMo; a YAML or TOML file of one of them or of GPT-NeoX; a
+    recipe of Megatron-Bridge (FILE.py::RECIPE); or a JSON of DeepSpeed. It is not run. Arguments
+    that change time or memory and have no price are errors, also unknown ones by their names;
+    other unknown ones stand in the first lines of the answer. A machine that the file does not
+    state is named by options, and so are the model and the sequence length.
     """
     from parplan.commands.launcher_plans import launcher_file, launcher_plan
     from parplan.commands.output import deliver, require_output

@@ -16,7 +16,7 @@ from parplan.planner.export.fields.settings import Settings
 from parplan.planner.export.fields.understood import not_understood, require_priced
 from parplan.planner.export.files.head import stated_options
 from parplan.planner.export.files.recipe_file import SEPARATOR
-from parplan.planner.export.stated_options import Option, argument_of
+from parplan.planner.export.stated_options import StatedOption, argument_of
 from parplan.planner.export.wrappers.wrapped_file import wrapped_file
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
@@ -103,7 +103,7 @@ class LauncherFile:
             file = file if value is None else file.with_argument(row.name, f"{value}")
         return file
 
-    def with_options(self, options: Iterable[Option]) -> LauncherFile:
+    def with_options(self, options: Iterable[StatedOption]) -> LauncherFile:
         """Returns the configuration with the options that its arguments leave open."""
         file = self
         for option in options:

@@ -37,7 +37,7 @@ _NARROW = tuple(f"{each}" for each in ProductFormat)
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class StatedOption:
     """An option of the user, the field of `Settings` that it is about, and its value."""
 
     name: str
@@ -46,24 +46,24 @@ class Option:
     value: Any
 
 
-def options_of(stated: Mapping[str, object]) -> tuple[Option, ...]:
+def options_of(stated: Mapping[str, object]) -> tuple[StatedOption, ...]:
     """Returns the options that the user gave, of those that are about settings."""
     return tuple(
         one for name, value in stated.items() if value for one in _options(name, f"{value}")
     )
 
 
-def _options(name: str, text: str) -> Iterator[Option]:
+def _options(name: str, text: str) -> Iterator[StatedOption]:
     if name == "--precision":
         narrow = text in _NARROW
-        yield Option(name, text, "precision", Precision.BF16 if narrow else Precision(text))
-        yield Option(name, text, "products", ProductFormat(text) if narrow else None)
+        yield StatedOption(name, text, "precision", Precision.BF16 if narrow else Precision(text))
+        yield StatedOption(name, text, "products", ProductFormat(text) if narrow else None)
     elif name in _FACTS:
         fact, value = _FACTS[name]
-        yield Option(name, text, fact, value(text))
+        yield StatedOption(name, text, fact, value(text))
 
 
-def argument_of(option: Option, target: Target, given: tuple[Given, ...]) -> Given | None:
+def argument_of(option: StatedOption, target: Target, given: tuple[Given, ...]) -> Given | None:
     """Returns an option as the launcher's argument, None where the file has one for its fact."""
     if option.value is None or option.fact in facts_said(target, given):
         return None
@@ -77,7 +77,7 @@ def argument_of(option: Option, target: Target, given: tuple[Given, ...]) -> Giv
     return None
 
 
-def _written(write: Callable[[Any], Words | None], option: Option) -> Words | None:
+def _written(write: Callable[[Any], Words | None], option: StatedOption) -> Words | None:
     """Returns the words of a setting that is else usual, None where they do not say it."""
     usual = Settings(blocks=(1,), precision=Precision.BF16)
     try:
@@ -102,7 +102,7 @@ def facts_said(target: Target, given: tuple[Given, ...]) -> frozenset[str]:
     return frozenset(said)
 
 
-def require_taken(options: tuple[Option, ...], settings: Settings, file: str) -> None:
+def require_taken(options: tuple[StatedOption, ...], settings: Settings, file: str) -> None:
     """Raises ConfigError for an option whose value the settings of a file do not have."""
     for option in options:
         value = getattr(settings, option.fact)

@@ -39,7 +39,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision
 from parplan.profiles.stack import AttentionKernel
 
-_OWN = re.compile(r"^\s*[{]?\s*[\"']?(?:pipe|model)[_-]parallel[_-]size[\"']?\s*:", re.MULTILINE)
+_OWN = re.compile(r"[\s{,\"']pipe[_-]parallel[_-]size[\"']?\s*:")
 _PRECISIONS = {"fp16": Precision.FP16, "bfloat16": Precision.BF16, "fp32": Precision.FP32}
 _ATTENTION = "attention_config"
 # gradients are taken in fp32 where no `data_types` says them, which is the larger of both; NeoX
@@ -120,7 +120,7 @@ RUN: tuple[Argument, ...] = (
     unpriced("train_impl", "normal"),
     unpriced("pack_impl", "packed"),
     unpriced("use_bnb_optimizer", "false"),
-    unpriced("fp16.fp16", "true", "false"),
+    reading("fp16.type", _read_precision),
 )
 SHAPE: tuple[Argument, ...] = (
     number("num_layers", "num_layers"),
@@ -160,23 +160,25 @@ HARMLESS = (
         scalenorm-epsilon use-bias-in-norms optimizer.params.* scheduler.* lr lr-* min-lr
         warmup override-lr-scheduler use-checkpoint-lr-scheduler gradient-clipping
         weight-decay clip-grad fp16.loss-scale* fp16.initial-scale-power fp16.hysteresis
-        fp16.min-loss-scale fp16.consecutive-hysteresis loss-scale* hysteresis min-scale
-        dynamic-loss-scale train-iters train-epochs eval-* checkpoint-factor checkpoint-scale
-        extra-save-iters keep-last-n-checkpoints log-* steps-per-print wall-clock-breakdown
-        distributed-backend tensorboard-* use-wandb wandb-* use-comet comet-* launcher
-        deepspeed-mpi deepspeed-slurm hostfile finetune no-load-* no-save-* seed exit-interval
-        local-rank rank git-hash synchronize-each-layer deepspeed-activation-checkpointing
-        zero-optimization.allgather-* zero-allow-untested-optimizer
-        zero-optimization.round-robin-gradients profile* memory-profiling*
-        attention-softmax-in-fp32 fp32-allreduce apply-query-key-layer-scaling
-        rotary-save-freqs-buffer dataset-impl allow-chopped deepspeed-extra-args
-        gradient-noise-* checkpoint.* checkpoint-validation-* char-level-ppl include exclude
-        num-gpus num-nodes master-port use-mup mup-* coord-check s3-* comms-logger*
-        autotuning-run flops-profiler.* flops-profiler csv-monitor.* wandb.*
-        peak-theoretical-tflops eod-mask-loss short-seq-prob onnx-safe lazy-mpu-init
-        use-cpu-initialization text-gen-type temperature top-p top-k maximum-tokens sample-*
-        num-samples prefetch* job-name slurm-* user-script fused-kernels-build-path
-        no-ssh-check dump-state prescale-gradients gradient-predivide-factor sparse-gradients""",
+        fp16.min-loss-scale fp16.fp16 bf16.bf16 bf16.loss-scale* bf16.initial-scale-power
+        bf16.hysteresis bf16.min-loss-scale fp16.consecutive-hysteresis loss-scale* hysteresis
+        min-scale dynamic-loss-scale train-iters train-epochs eval-* checkpoint-factor
+        checkpoint-scale extra-save-iters keep-last-n-checkpoints log-* steps-per-print
+        wall-clock-breakdown distributed-backend tensorboard-* use-wandb wandb-* use-comet
+        comet-* launcher deepspeed-mpi deepspeed-slurm hostfile finetune no-load-* no-save-*
+        seed exit-interval local-rank rank git-hash synchronize-each-layer
+        deepspeed-activation-checkpointing zero-optimization.allgather-*
+        zero-allow-untested-optimizer zero-optimization.round-robin-gradients profile*
+        memory-profiling* attention-softmax-in-fp32 fp32-allreduce
+        apply-query-key-layer-scaling rotary-save-freqs-buffer dataset-impl allow-chopped
+        deepspeed-extra-args gradient-noise-* checkpoint.* checkpoint-validation-*
+        char-level-ppl include exclude num-gpus num-nodes master-port use-mup mup-*
+        coord-check s3-* comms-logger* autotuning-run flops-profiler.* flops-profiler
+        csv-monitor.* wandb.* peak-theoretical-tflops eod-mask-loss short-seq-prob onnx-safe
+        lazy-mpu-init use-cpu-initialization text-gen-type temperature top-p top-k
+        maximum-tokens sample-* num-samples prefetch* job-name slurm-* user-script
+        fused-kernels-build-path no-ssh-check dump-state prescale-gradients
+        gradient-predivide-factor sparse-gradients""",
     ),
 )
 

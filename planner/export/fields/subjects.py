@@ -105,7 +105,7 @@ def _split(text: str) -> frozenset[str]:
 # words of a name that is about the files of a run, its lines or its evaluation
 _BESIDE_A_STEP = _split(
     "eval evals evaluation val valid validation test tests log logs logger logging save saves "
-    "saving wandb tensorboard swanlab mlflow report hub push export infer inference generation "
+    "saving wandb tensorboard swanlab mlflow report hub push infer inference generation "
     "generate vllm sglang rollout"
 )
 # words beside `checkpoint` in a name that is about the files of a training state
@@ -114,6 +114,7 @@ _OF_FILES = _split(
     "iteration args step freq frequency keep latest last name policy convert every restore "
     "enable strict pretrained from to id sync export"
 )
+_TRAINED = "modulestosave"  # which adapters train beside them
 _OFF = frozenset(("false", "null", "none", "no", "off", "0", "0.0", "", "[]", "{}", "disabled"))
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
 _SIZES = ("size", "sizes", "degree", "deg")
@@ -128,7 +129,7 @@ def words_of(name: str) -> tuple[str, ...]:
 def subject_of(name: str) -> Subject | None:
     """Returns the subject that the name of a setting touches, None where it touches none."""
     words = words_of(name)
-    if not _BESIDE_A_STEP.isdisjoint(words):
+    if not _BESIDE_A_STEP.isdisjoint(words) and _TRAINED not in "".join(words):
         return None
     for subject, whole, parts in _PATTERNS:
         of_files = subject is Subject.RECOMPUTE and _is_of_files(words)

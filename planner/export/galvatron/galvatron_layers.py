@@ -226,7 +226,18 @@ OVERRIDES: tuple[Argument, ...] = (
     number("train.seq_length", "seq_length"),
     number("train.global_batch_size", "global_batch_size"),
 )
-PROGRAM = (number("--seq-length", "seq_length"),)
+# options of `plan read` for the JSON alone, whose program's YAML and overrides say these facts
+PROGRAM = (
+    number("--seq-length", "seq_length"),
+    choice("--precision", "precision", PRECISIONS, DEFAULTS.precision),
+    choice("--gradient-precision", "gradient_precision", PRECISIONS, DEFAULTS.gradient_precision),
+    choice(
+        "--attention",
+        "attention",
+        {AttentionKernel.FLASH: "flash", AttentionKernel.UNFUSED: "unfused"},
+        AttentionKernel.FLASH,
+    ),
+)
 TABLE: tuple[Argument, ...] = (*FILE_ROWS, *OVERRIDES, *PROGRAM)
 _DERIVED = ("degree", "consecutive", "usual_zero", "exchanges", "chunks", "vocabulary_degree")
 

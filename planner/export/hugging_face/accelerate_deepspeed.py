@@ -44,13 +44,16 @@ def of_launch_line(given: tuple[Given, ...]) -> tuple[Given, ...]:
     """Returns the arguments of `accelerate launch --use_deepspeed` as the keys of its YAML."""
     if not any(each.name == _SWITCH for each in given):
         return given
-    own = (*(key for key in _KEYS if key != _STEPS), *_HARMLESS)
-    return tuple(
-        replace(each, name=_TYPE, words=("DEEPSPEED",))
-        if each.name == _SWITCH
-        else replace(each, name=f"{_SECTION}{each.name}" if each.name in own else each.name)
-        for each in given
-    )
+    return tuple(map(_as_key, given))
+
+
+def _as_key(given: Given) -> Given:
+    """Returns an argument of the launch line as the key of the YAML that it stands for."""
+    if given.name == _SWITCH:
+        return replace(given, name=_TYPE, words=("DEEPSPEED",))
+    if given.name != _STEPS and given.name in (*_KEYS, *_HARMLESS):
+        return replace(given, name=f"{_SECTION}{given.name}")
+    return given
 
 
 def as_deepspeed(given: tuple[Given, ...]) -> tuple[Given, ...]:

@@ -365,6 +365,14 @@ RECOMPUTE = (
         "recompute",
         {Recompute.SELECTIVE: "selective", Recompute.FULL: "full"},
     ),
+    # releases of 2020 and 2021
+    reading("--checkpoint-activations", lambda _, __: {"recompute": Recompute.FULL}),
+    reading("--checkpoint-num-layers", lambda _, __: {}),
+    reading(
+        "--activations-checkpoint-method",
+        lambda words, _: {"recompute": Recompute.FULL, "method": words[0]},
+    ),
+    reading("--activations-checkpoint-num-layers", _read_num_layers),
     reading("--recompute-activations", lambda _, __: {"recompute": Recompute.SELECTIVE}),
     Argument(
         name="--recompute-modules",

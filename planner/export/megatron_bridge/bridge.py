@@ -26,8 +26,8 @@ from parplan.planner.export.megatron.megatron_stages import finished
 from parplan.planner.export.megatron.megatron_switches import SWITCHES
 from parplan.planner.export.megatron_bridge.bridge_harmless import HARMLESS
 from parplan.planner.export.megatron_bridge.bridge_names import MODEL_TABLE, TABLE
+from parplan.planner.export.megatron_bridge.nemo_names import EXAMPLES, PREFIX, interpolated
 from parplan.planner.export.megatron_bridge.nemo_names import MODEL_TABLE as NEMO_MODEL
-from parplan.planner.export.megatron_bridge.nemo_names import PREFIX, interpolated
 from parplan.planner.export.megatron_bridge.nemo_names import TABLE as NEMO_TABLE
 from parplan.profiles.documents.bounded import Hints, read_text
 from parplan.profiles.errors import ConfigError
@@ -58,6 +58,9 @@ _RELEASED = {
     "gpt-oss-120b": "gpt_oss_120b_pretrain_config",
 }
 _RECIPES = ("src/megatron/bridge/recipes", "src/megatron/bridge/perf_recipes")
+_EXAMPLES = "examples/nlp/language_modeling/conf"
+_EXAMPLE = re.compile(r"\bmegatron_(\w+?)_pretraining\.py")
+_CONFIG_NAME = re.compile(r"--config-name[=\s]+[\"']?([\w.-]+)")
 _NEMO = "launcher_scripts/conf/training"
 # options of scripts/training/run_recipe.py that are overrides (COMMON_OVERRIDE_FIELDS there)
 _OPTIONS = {
@@ -94,7 +97,7 @@ def arguments(text: str, file: str) -> tuple[Given, ...]:
     own = tuple(_renamed(each) for each in shell_arguments(text, file))
     if not any(each.name in _KNOWN or each.name == "training" for each in own):
         return ()
-    base = _base(own, Path(file))
+    base = _base(own, Path(file)) or _of_example(text, Path(file))
     based = {each.name for each in base}
     return (*base, *(each for each in own if not (_is_open(each) and each.name in based)))
 
@@ -149,6 +152,24 @@ def _base(own: tuple[Given, ...], file: Path) -> tuple[Given, ...]:
             if re.search(rf" as {re.escape(recipe)}\b", code):
                 return recipe_settings(path, recipe)
     return _released_base(own, recipe, file)
+
+
+def _of_example(text: str, file: Path) -> tuple[Given, ...]:
+    """Returns the settings of the configuration that an example of NeMo starts from.
+
+    Raises ConfigError for one that is neither in the repository of the file nor known.
+    """
+    started = _EXAMPLE.search(text)
+    if started is None:
+        return ()
+    named = _CONFIG_NAME.search(text)
+    name = named[1].removesuffix(".yaml") if named else f"megatron_{started[1]}_config"
+    path = _above(file, f"{_EXAMPLES}/{name}.yaml")
+    if path is not None:
+        return interpolated(nested_arguments(path.read_text(encoding="utf-8"), str(path)))
+    if name not in EXAMPLES:
+        raise _missing(file, f"the configuration {name}")
+    return tuple(Given(key, (word,), f"{name}.yaml") for key, word in EXAMPLES[name].items())
 
 
 def _released_base(own: tuple[Given, ...], recipe: str, file: Path) -> tuple[Given, ...]:

@@ -39,6 +39,22 @@ _SWITCHES = {
     "--overlap-grad-reduce": "model.optim.overlap_grad_sync",
     "--overlap-param-gather": "model.optim.overlap_param_sync",
 }
+# settings of a model in examples/nlp/language_modeling/conf of NVIDIA/NeMo at 00a115fefd, where they
+# are others than those that Megatron-LM's arguments begin with
+EXAMPLES = {
+    "megatron_gpt_config": {"model.hidden_dropout": "0.1", "model.attention_dropout": "0.1"},
+    "megatron_llama_config": {
+        "model.encoder_seq_length": "4096",
+        "model.max_position_embeddings": "4096",
+        "model.hidden_dropout": "0.0",
+        "model.attention_dropout": "0.0",
+        "model.normalization": "rmsnorm",
+        "model.bias": "false",
+        "model.activation": "fast-swiglu",
+        "model.position_embedding_type": "rope",
+        "model.share_embeddings_and_output_weights": "false",
+    },
+}
 # optimizers of nemo/core/optim: those that divide their states, and those that do not
 _SHARDED = ("mcore_distributed_optim", "distributed_fused_adam")
 _WHOLE = ("fused_adam", "adam", "adamw", "megatron_fused_adam")
@@ -128,6 +144,10 @@ TABLE: tuple[Argument, ...] = (
     unpriced("model.fsdp", "false"),
     unpriced("trainer.accumulate_grad_batches", "1"),
     unpriced("model.rampup_batch_size", "null"),
+    unpriced("model.fp32_residual_connection", "false"),
+    unpriced("model.fp16_lm_cross_entropy", "false"),
+    unpriced("model.fp8_e4m3", "false", "true"),
+    unpriced("model.ffn_dropout", "0", "0.0"),
     unpriced("model.num_micro_batches_with_partial_activation_checkpoints", "null", "0"),
     unpriced("model.activations_checkpoint_layers_per_pipeline", "null", "0"),
 )

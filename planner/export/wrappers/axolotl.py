@@ -232,7 +232,14 @@ AXOLOTL = Wrapper(
         (
             *("base_model", "sequence_len", "sample_packing", "micro_batch_size", "num_epochs"),
             *("dataset_prepared_path", "val_set_size", "pad_to_sequence_len", "dp_shard_size"),
-            *("adapter", "special_tokens", "train_on_inputs", "base_model_config", "model_type"),
+            *(
+                "adapter",
+                "datasets",
+                "special_tokens",
+                "train_on_inputs",
+                "base_model_config",
+                "model_type",
+            ),
         )
     ),
     enough=2,

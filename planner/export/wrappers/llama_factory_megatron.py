@@ -17,6 +17,7 @@ from parplan.planner.export.fields.arguments import (
     Argument,
     Facts,
     Given,
+    Words,
     number,
     read_arguments,
     read_number,
@@ -24,7 +25,7 @@ from parplan.planner.export.fields.arguments import (
 )
 from parplan.planner.export.fields.settings import Settings, model_facts
 from parplan.planner.export.fields.spellings import switched, valued
-from parplan.planner.export.files.nested_file import unpriced
+from parplan.planner.export.files.nested_file import read_flag, unpriced
 from parplan.planner.export.hugging_face.hf_trainer_arguments import precision_row
 from parplan.planner.export.hugging_face.trainer_names import TRAINER_NAMES
 from parplan.planner.export.megatron.megatron import MEGATRON
@@ -32,6 +33,7 @@ from parplan.planner.export.megatron.megatron_arguments import TABLE
 from parplan.planner.export.megatron.megatron_stages import finished
 from parplan.planner.export.wrappers.wrapper import fixed, passed
 from parplan.planner.export.wrappers.wrapper_names import LLAMA_FACTORY_NAMES
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, Precision
 
 _VALUES = (
@@ -57,10 +59,22 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _either_way(row: Argument) -> Argument:
+    """Returns the row of a switch whose default may be on: `false` says the opposite facts."""
+
+    def read(words: Words, facts: Facts) -> Facts:
+        on = row.read(("true",), facts)
+        return on if read_flag(words) else {name: _OFF[name] for name in on if name in _OFF}
+
+    return replace(row, read=read)
+
+
+# facts of switches that Megatron-Bridge has on by default
+_OFF: Facts = {"zero": 0, "overlap": False, "fused_loss": False, "sequence_parallel": False}
 _ROWS = {row.name: row for row in TABLE}
 _OWN: tuple[Argument, ...] = (
     *(valued(_ROWS[_option(name)], name) for name in _VALUES),
-    *(switched(_ROWS[_option(name)], name) for name in _SWITCHES),
+    *(_either_way(switched(_ROWS[_option(name)], name)) for name in _SWITCHES),
     reading(
         "virtual_pipeline_model_parallel_size",
         lambda words, _: {"virtual_stages": read_number(words)},
@@ -114,7 +128,11 @@ def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Setti
     bridge = not _OF_BRIDGE.isdisjoint(each.name for each in given)
     defaults: Facts = {"seq_length": 2048, "micro_batch_size": 8, "accumulation": 1}
     if bridge:
-        defaults |= {"zero": 1, "overlap": True, "precision": Precision.BF16}
+        on = {"zero": 1, "overlap": True, "fused_loss": True}  # the last in gpt_provider.py
+        defaults |= {**on, "precision": Precision.BF16}
+    else:
+        defaults |= {"etp": 1}
+        _require_dispatcher(given, model)
     facts = read_arguments(_READ, given, defaults) | model_facts(model)
     steps = facts.pop("accumulation")
     one = finished(facts, num_gpus)
@@ -122,6 +140,17 @@ def settings(given: tuple[Given, ...], model: ModelSpec, num_gpus: int) -> Setti
         one = replace(one, recompute=Recompute.FULL)
     whole = facts.get("global_batch_size", one.micro_batch_size * steps * one.dp)
     return replace(one, global_batch_size=whole)
+
+
+def _require_dispatcher(given: Iterable[Given], model: ModelSpec) -> None:
+    """Raises ConfigError for mcore_adapter's usual dispatcher of tokens, which has no price."""
+    said = {each.name: each.words for each in given}
+    divided = said.get("expert_model_parallel_size", ("1",)) != ("1",)
+    if model.num_experts and divided and "moe_token_dispatcher_type" not in said:
+        raise ConfigError(
+            "moe_token_dispatcher_type is left out: allgather, the default, has no price",
+            hint="write moe_token_dispatcher_type: alltoall",
+        )
 
 
 _STATED = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from parplan.planner.export.deepspeed.deepspeed import DEEPSPEED
@@ -47,7 +48,12 @@ _TYPE = "distributed_type"  # of accelerate's YAML
 _STARTED = "num_processes"  # of accelerate
 _LAUNCH = (_TYPE, "use_fsdp", "multi_gpu", "parallelism_config_")
 _OTHERS = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b")  # ms-swift on Megatron-Core
+_METHODS = r"(?:online_)?(?:dpo|kto|grpo|rloo|ppo|orpo|cpo|gkd|xpo|rlhf|reward|reward_modeling)"
+_BESIDE = re.compile(
+    rf"\b(?:trl|swift)[ \t]+{_METHODS}\b|(?<![\w.-]){_METHODS}(?:_\w{{1,40}})?\.py\b"
+)
 _KEY = re.compile(r"[a-z]\w*(?:\.\w+)*")
+_MOST_USES = 500  # variables of a script that have their values
 _DEEPEST = 2  # files that name files: a script, accelerate's YAML, a JSON
 _LONGEST = 200  # letters of a word of a command line, and of a variable's value
 _VALUE = re.compile(
@@ -66,6 +72,7 @@ def wrapped_file(text: str, path: Path) -> tuple[Target, tuple[Given, ...]] | No
     if _OTHERS.search(text):
         return None
     nested = path.suffix in _NESTED
+    _require_one_model("" if nested else text, path)
     given = nested_arguments(text, str(path)) if nested else tuple(_of_script(text, path))
     wrapper = _wrapper_of("" if nested else text, given)
     launched = not nested and "accelerate launch" in text
@@ -87,6 +94,17 @@ def wrapped_file(text: str, path: Path) -> tuple[Target, tuple[Given, ...]] | No
     if any(each.name == _STARTED for each in given):
         target = replace(target, processes=((_STARTED,),))
     return target, given
+
+
+def _require_one_model(script: str, path: Path) -> None:
+    """Raises ConfigError for a program that trains by preferences or rewards, beside a model."""
+    found = _BESIDE.search(_code(script))
+    if found:
+        raise ConfigError(
+            f"{path}: {found[0].strip()} runs another model beside the one that it trains, which "
+            f"has no price",
+            hint="read a script of supervised training",
+        )
 
 
 def _run_by(
@@ -145,13 +163,19 @@ def _code(text: str) -> str:
     """Returns a script without comments, whose plain variables have their values."""
     code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     values = dict(_VALUE.findall(code))
-    return _VARIABLE.sub(lambda found: values.get(found[1], found[0]), code)
+    uses = count()
+
+    def value(found: re.Match[str]) -> str:
+        known = found[1] in values and next(uses) < _MOST_USES
+        return values[found[1]] if known else found[0]
+
+    return _VARIABLE.sub(value, code)
 
 
 def _of_script(text: str, path: Path) -> Iterator[Given]:
     """Yields the arguments of a script, those of the file that its program reads before them."""
-    for variable, count in _PROCESSES.findall(text):
-        yield Given(_VARIABLES[variable], (count,), str(path))
+    for variable, number in _PROCESSES.findall(text):
+        yield Given(_VARIABLES[variable], (number,), str(path))
     for line in _code(text).splitlines():
         yield from _of_program(line.split(), path)
     for each in shell_arguments(text, str(path)):

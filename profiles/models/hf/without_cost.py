@@ -5,7 +5,8 @@ from __future__ import annotations
 # what the file is, and how transformers loads and generates
 _LIBRARY = """
 _attn_implementation _attn_implementation_autoset cache_implementation for_llm_compressor
-_commit_hash _name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id
+_commit_hash _name_or_path add_cross_attention architectures auto_map bad_words_ids
+begin_suppress_tokens bos_token_id
 chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
 do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
 exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id

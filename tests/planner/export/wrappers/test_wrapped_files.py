@@ -398,6 +398,13 @@ LLAMA_FACTORY_ROWS = {
         recompute=NONE,
         global_batch_size=4,
     ),
+    "megatron-bridge-without": one(
+        f"{BRIDGE}use_distributed_optimizer: false\noverlap_grad_reduce: false\n"
+        "cross_entropy_loss_fusion: false\n",
+        zero=0,
+        overlap=False,
+        fused_loss=False,
+    ),
     "megatron-by-environment": one(
         "USE_MCA=1 llamafactory-cli train sft.yaml\n",
         {"sft.yaml": LLAMA_FACTORY},
@@ -406,6 +413,11 @@ LLAMA_FACTORY_ROWS = {
         recompute=NONE,
         gradient_precision=FP32,
         micro_batch_size=2,
+    ),
+    "megatron-usual-dispatcher": one(
+        MOE.replace("moe_token_dispatcher_type: alltoall\n", ""),
+        model="qwen3-30b-a3b",
+        refused="allgather, the default",
     ),
     "megatron-fp8": one(f"{MOE}fp8: hybrid\n", refused="fp8 hybrid"),
     "megatron-unknown-size": one(f"{MOE}hybrid_shard_size: 2\n", refused="hybrid_shard_size"),
@@ -654,6 +666,17 @@ TRL_ROWS = {
         global_batch_size=16,
         precision=BF16,
         states_on_host=False,
+    ),
+    "dpo": one(
+        "trl dpo --model_name_or_path Qwen/Qwen2.5-7B --dataset_name x --max_length 1024 \\\n"
+        "  --per_device_train_batch_size 1 --bf16 True\n",
+        name="run.sh",
+        refused="trl dpo runs another model",
+    ),
+    "grpo-script": one(
+        "accelerate launch examples/scripts/grpo_vlm.py --per_device_train_batch_size 1\n",
+        name="run.sh",
+        refused=r"grpo_vlm\.py runs another model",
     ),
     "peft": one(f"{TRL_YAML}use_peft: true\n", model="qwen2.5-7b", refused="use_peft"),
     "padding-free": one(f"{TRL_YAML}padding_free: true\n", refused="padding_free"),
