@@ -47,9 +47,9 @@ def read(
 
     FILE is a shell script with arguments of Megatron-LM's pretrain_gpt.py, torchtitan or the
     Trainer of transformers, or with overrides of Megatron-Bridge or NeMo; a YAML or TOML file of
-    one of them or of GPT-NeoX; a recipe of Megatron-Bridge (FILE.py::RECIPE); or a JSON of DeepSpeed. It is not
-    run. Arguments that change time or memory and have no price are errors, also unknown ones by
-    their names; other unknown ones stand in the first lines of the answer. A
+    one of them or of GPT-NeoX; a recipe of Megatron-Bridge (FILE.py::RECIPE); or a JSON of
+    DeepSpeed. It is not run. Arguments that change time or memory and have no price are errors,
+    also unknown ones by their names; other unknown ones stand in the first lines of the answer. A
     machine that the file does not state is named by options, and so are the model and the sequence
     length.
     """
