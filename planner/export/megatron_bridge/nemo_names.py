@@ -39,8 +39,8 @@ _SWITCHES = {
     "--overlap-grad-reduce": "model.optim.overlap_grad_sync",
     "--overlap-param-gather": "model.optim.overlap_param_sync",
 }
-# settings of a model in examples/nlp/language_modeling/conf of NVIDIA/NeMo at 00a115fefd, where they
-# are others than those that Megatron-LM's arguments begin with
+# settings of a model in examples/nlp/language_modeling/conf of NVIDIA/NeMo at 00a115fefd, where
+# they are others than those that Megatron-LM's arguments begin with
 EXAMPLES = {
     "megatron_gpt_config": {"model.hidden_dropout": "0.1", "model.attention_dropout": "0.1"},
     "megatron_llama_config": {
