@@ -97,12 +97,12 @@ def _total(text: str, variables: Mapping[str, str], depth: int) -> int | None:
             return None
         tokens.append(variables.get(token[1], token[1]))
         at = token.end()
-    sums = _Sum(tokens)
+    sums = _ShellSum(tokens)
     total = sums.total(0)
     return None if sums.tokens else total
 
 
-class _Sum:
+class _ShellSum:
     """An expression of whole numbers, of which the first tokens are taken one after another."""
 
     def __init__(self, tokens: list[str]) -> None:
