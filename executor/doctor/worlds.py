@@ -164,7 +164,10 @@ def _broken(
     silent = [rank for rank, line in enumerate(lines) if line is None or "outcome" not in line]
     codes = {rank: processes[rank].exitcode for rank in silent}
     dead = [rank for rank, code in codes.items() if code is not None]
-    if dead:
+    began = any(line is not None for line in lines)
+    if not began:
+        says = f"its world of {len(lines)} ranks did not start"
+    elif dead:
         says = f"rank {dead[0]} died with exit code {codes[dead[0]]}"
     else:
         says = f"rank {', '.join(map(str, silent))} did not end within {limit_s:.0f} s"
