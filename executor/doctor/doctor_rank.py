@@ -45,7 +45,7 @@ LIMIT = timedelta(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class DoctorWorld:
     """A world of ranks that run paths.
 
     kind     cuda, cpu or the stand-in
@@ -61,7 +61,7 @@ class World:
     traces: bool = False
 
 
-def run_rank(rank: int, world: World, paths: Sequence[GpuPath]) -> None:
+def run_rank(rank: int, world: DoctorWorld, paths: Sequence[GpuPath]) -> None:
     """Runs paths as one rank of a world."""
     leave_signals_to_parent()
     torch.set_num_threads(1)
