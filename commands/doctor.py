@@ -18,7 +18,7 @@ from parplan.commands.style import Command, Number, option, print_json, tell, te
 
 if TYPE_CHECKING:
     from parplan.executor.doctor.path import GpuPath
-    from parplan.planner.runs.doctor_report import DoctorReport, Finding
+    from parplan.planner.runs.doctor_report import DoctorReport, PathFinding
 
 WHERE = "Where"
 MOST_RANKS = 8
@@ -159,5 +159,5 @@ def _examined(
     )
 
 
-def _say(finding: Finding) -> None:
+def _say(finding: PathFinding) -> None:
     tell(f"{finding.outcome}: {finding.path}")

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from parplan.executor.doctor.stand_in_runtime import RUNTIME, Runtime
+from parplan.executor.doctor.stand_in_runtime import RUNTIME, StandInRuntime
 
 KIND = "standin"
 _aten = torch.ops.aten
@@ -232,7 +232,7 @@ def register() -> None:
 
 
 @contextmanager
-def stand_in() -> Iterator[Runtime]:
+def stand_in() -> Iterator[StandInRuntime]:
     """Installs the stand-in as the only GPU of this process, and yields its runtime.
 
     A process that has run a backward pass before `register` cannot have it.

@@ -21,7 +21,7 @@ from parplan.profiles.units import GIB, MIB
 TOTAL_BYTES = 16 * GIB
 
 
-class Stream:
+class StandInStream:
     """A stream: copies that are put off, in their order."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
@@ -49,15 +49,15 @@ class Stream:
             self.done += 1
             self.due.pop(0)()
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
+    def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
+        event = event or StandInEvent()
         event.record(self)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: StandInEvent) -> None:
         event.synchronize()
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: StandInStream) -> None:
         stream.run()
 
     def synchronize(self) -> None:
@@ -67,15 +67,15 @@ class Stream:
         return not self.due
 
 
-class Event:
+class StandInEvent:
     """A place in a stream, and the time at which the host recorded it."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        self._stream: Stream | None = None
+        self._stream: StandInStream | None = None
         self._place = 0
         self.at_s = 0.0
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: StandInStream | None = None) -> None:
         self._stream = stream or RUNTIME.current_stream()
         self._place = self._stream.done + len(self._stream.due)
         self.at_s = time.perf_counter()
@@ -84,18 +84,18 @@ class Event:
         if self._stream is not None:
             self._stream.run(self._place)
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: StandInStream | None = None) -> None:
         self.synchronize()
 
     def query(self) -> bool:
         self.synchronize()
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: StandInEvent) -> float:
         return (end.at_s - self.at_s) * 1000
 
 
-class Runtime:
+class StandInRuntime:
     """The functions of torch.cuda that the executor and FSDP2 use.
 
     waits      operators whose result the host waited for, by name
@@ -103,8 +103,8 @@ class Runtime:
     blocking   copies between host and device that the host waited for
     """
 
-    Stream = Stream
-    Event = Event
+    Stream = StandInStream
+    Event = StandInEvent
 
     def __init__(self) -> None:
         self._pinned: set[int] = set()
@@ -200,16 +200,16 @@ class Runtime:
     def device(self, device: Any) -> Iterator[None]:
         yield
 
-    def default_stream(self, device: Any = None) -> Stream:
+    def default_stream(self, device: Any = None) -> StandInStream:
         if self.default is None:
-            self.default = Stream()
+            self.default = StandInStream()
         return self.default
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> StandInStream:
         return _CURRENT[-1] if _CURRENT else self.default_stream()
 
     @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
+    def stream(self, stream: StandInStream | None) -> Iterator[None]:
         if stream is None:
             yield
             return
@@ -274,5 +274,5 @@ class Runtime:
         )
 
 
-_CURRENT: list[Stream] = []
-RUNTIME = Runtime()
+_CURRENT: list[StandInStream] = []
+RUNTIME = StandInRuntime()

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from parplan.executor.doctor.doctor_rank import DoctorWorld, run_rank
 from parplan.executor.doctor.path import GpuPath
 from parplan.executor.doctor.paths import PATHS
-from parplan.executor.doctor.worker import World, run_rank
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.doctor_report import Finding, Outcome, joined_finding
+from parplan.planner.runs.doctor_report import Outcome, PathFinding, joined_finding
 from parplan.profiles.errors import ConfigError
 
 MOST_RANKS = 8
@@ -32,14 +32,14 @@ PATH_S = 60.0  # a path that takes longer hangs
 POLL_S = 0.05
 GRACE_S = 5.0  # for the other ranks, after one has ended a path
 
-OnFinding = Callable[[Finding], None]
+OnFinding = Callable[[PathFinding], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
     """The findings of all paths, and the places that ran, where the world was traced."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[PathFinding, ...]
     ran: Mapping[str, frozenset[str]]
 
 
@@ -78,29 +78,29 @@ def examine(
     budget_s   paths that have not begun after so long are not run
     """
     deadline_s = time.monotonic() + budget_s
-    findings: dict[str, Finding] = {}
+    findings: dict[str, PathFinding] = {}
     ran: dict[str, frozenset[str]] = {}
 
-    def note(finding: Finding) -> None:
+    def note(finding: PathFinding) -> None:
         findings[finding.path] = finding
         on_finding(finding)
 
     for path in paths:
         if path.ranks > ranks:
             text = f"needs {path.ranks} devices, there {'is 1' if ranks == 1 else f'are {ranks}'}"
-            note(Finding(path=path.name, outcome=Outcome.NOT_RUN, says=text))
+            note(PathFinding(path=path.name, outcome=Outcome.NOT_RUN, says=text))
     number = 0
     while left := [path for path in paths if path.name not in findings]:
         if time.monotonic() > deadline_s:
             for path in left:
                 note(
-                    Finding(
+                    PathFinding(
                         path=path.name, outcome=Outcome.NOT_RUN, says=f"{budget_s:.0f} s were over"
                     )
                 )
             break
         with tempfile.TemporaryDirectory(prefix="plan-doctor-") as folder:
-            world = World(
+            world = DoctorWorld(
                 kind=kind,
                 ranks=ranks,
                 number=number,
@@ -119,8 +119,8 @@ def examine(
 
 
 def _found(
-    world: World, paths: Sequence[GpuPath], deadline_s: float
-) -> Iterator[tuple[Finding, frozenset[str]]]:
+    world: DoctorWorld, paths: Sequence[GpuPath], deadline_s: float
+) -> Iterator[tuple[PathFinding, frozenset[str]]]:
     """Yields the findings of one world, up to its end."""
     with _started(world, paths) as processes:
         limit_s = START_S
@@ -132,7 +132,7 @@ def _found(
                 yield _broken(name, lines, ended, processes, limit_s), frozenset()
                 return
             of_ranks = [
-                Finding(
+                PathFinding(
                     path=name,
                     outcome=Outcome(line["outcome"]),
                     says=line["says"],
@@ -154,25 +154,28 @@ def _broken(
     ended: Sequence[dict[str, Any]],
     processes: Any,
     limit_s: float,
-) -> Finding:
+) -> PathFinding:
     """Returns the finding of a path that not every rank has ended."""
     faults = [line for line in ended if line["outcome"] == Outcome.WRONG]
     if faults:
-        return Finding(
+        return PathFinding(
             path=name, outcome=Outcome.WRONG, says=faults[0]["says"], seconds=faults[0]["seconds"]
         )
     silent = [rank for rank, line in enumerate(lines) if line is None or "outcome" not in line]
     codes = {rank: processes[rank].exitcode for rank in silent}
     dead = [rank for rank, code in codes.items() if code is not None]
-    if dead:
+    began = any(line is not None for line in lines)
+    if not began:
+        says = f"its world of {len(lines)} ranks did not start"
+    elif dead:
         says = f"rank {dead[0]} died with exit code {codes[dead[0]]}"
     else:
         says = f"rank {', '.join(map(str, silent))} did not end within {limit_s:.0f} s"
-    return Finding(path=name, outcome=Outcome.WRONG, says=says, seconds=limit_s)
+    return PathFinding(path=name, outcome=Outcome.WRONG, says=says, seconds=limit_s)
 
 
 def _awaited(
-    world: World, name: str, processes: Any, limit_s: float
+    world: DoctorWorld, name: str, processes: Any, limit_s: float
 ) -> list[dict[str, Any] | None]:
     """Waits until every rank has ended a path, one has failed or died, or the time is over."""
     until_s = time.monotonic() + limit_s
@@ -190,7 +193,7 @@ def _awaited(
         time.sleep(POLL_S)
 
 
-def _last_line(world: World, rank: int, name: str) -> dict[str, Any] | None:
+def _last_line(world: DoctorWorld, rank: int, name: str) -> dict[str, Any] | None:
     """Returns the last whole line of a rank's journal on a path."""
     file = world.folder / f"world{world.number}-rank{rank}.jsonl"
     if not file.exists():
@@ -202,7 +205,7 @@ def _last_line(world: World, rank: int, name: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _started(world: World, paths: Sequence[GpuPath]) -> Iterator[Any]:
+def _started(world: DoctorWorld, paths: Sequence[GpuPath]) -> Iterator[Any]:
     """Starts the ranks of a world, and ends those that are left."""
     context = mp.start_processes(
         run_rank,

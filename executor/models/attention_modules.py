@@ -26,6 +26,7 @@ from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.stack import AttentionKernel
 
 ALIKE = BlockRun()  # a block of a model whose blocks are alike
+_LENGTHS = "document_lengths"  # attribute of a tensor of places, once they are known
 
 
 def groups_of(x: Tensor, model: ModelSpec, *, values: bool) -> Tensor:
@@ -346,7 +347,15 @@ class CrossAttention(SelfAttention):
 
 
 def document_lengths(places: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Returns the lengths of the documents of each sequence, whose first tokens have place 0."""
-    length = places.shape[1]
-    starts = [[*(row == 0).nonzero().flatten().tolist(), length] for row in places]
-    return tuple(tuple(end - start for start, end in pairwise(row)) for row in starts)
+    """Returns the lengths of the documents of each sequence, whose first tokens have place 0.
+
+    The host waits for a copy of them once for a tensor, which all layers of a stage read.
+    """
+    known: tuple[tuple[int, ...], ...] | None = getattr(places, _LENGTHS, None)
+    if known is None:
+        length = places.shape[1]
+        begins = (places == 0).cpu()
+        starts = [[*row.nonzero().flatten().tolist(), length] for row in begins]
+        known = tuple(tuple(end - start for start, end in pairwise(row)) for row in starts)
+        setattr(places, _LENGTHS, known)
+    return known

@@ -27,7 +27,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class PathFinding:
     """What became of one path.
 
     says      the numbers that were compared, or why the path was refused, failed or did not run
@@ -54,7 +54,7 @@ class DoctorReport:
     device: str
     backend: str
     ranks: int
-    findings: tuple[Finding, ...]
+    findings: tuple[PathFinding, ...]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -69,7 +69,7 @@ class DoctorReport:
         return not any(finding.outcome in bad for finding in self.findings)
 
 
-def joined_finding(path: str, of_ranks: Sequence[Finding]) -> Finding:
+def joined_finding(path: str, of_ranks: Sequence[PathFinding]) -> PathFinding:
     """Returns the finding of all ranks: the worst of them, with its rank.
 
     `of_ranks` are in the order of the ranks, at least one.
@@ -78,7 +78,7 @@ def joined_finding(path: str, of_ranks: Sequence[Finding]) -> Finding:
     rank = min(range(len(of_ranks)), key=lambda rank: order.index(of_ranks[rank].outcome))
     worst = of_ranks[rank]
     alike = all(each.outcome is worst.outcome for each in of_ranks)
-    return Finding(
+    return PathFinding(
         path=path,
         outcome=worst.outcome,
         says=worst.says if alike else f"rank {rank}: {worst.says}",

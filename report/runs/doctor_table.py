@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from parplan.planner.runs.doctor_report import DoctorReport, Finding, Outcome
+from parplan.planner.runs.doctor_report import DoctorReport, Outcome, PathFinding
 from parplan.profiles.machines.user_profile import ProfileEnvironment
 from parplan.report.json_result import JsonResult
 from parplan.report.text import print_table, say
@@ -25,7 +25,7 @@ class DoctorDocument(JsonResult):
     backend: str
     ranks: int
     counts: Mapping[str, int]
-    findings: tuple[Finding, ...]
+    findings: tuple[PathFinding, ...]
 
 
 def report_document(report: DoctorReport) -> DoctorDocument:

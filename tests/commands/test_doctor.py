@@ -13,13 +13,13 @@ from parplan.commands.json_documents import command_schema
 from parplan.executor.doctor import worlds
 from parplan.executor.doctor.paths import PATHS
 from parplan.executor.doctor.worlds import Examined
-from parplan.planner.runs.doctor_report import Finding, Outcome, joined_finding
+from parplan.planner.runs.doctor_report import Outcome, PathFinding, joined_finding
 from tests.helpers.command_runs import fail, run, succeed
 
-PASSED = Finding(path="chunks", outcome=Outcome.PASSED, says="loss 6.2588", seconds=1.0)
-WRONG = Finding(path="lookup", outcome=Outcome.WRONG, says="differs by 2", seconds=2.0)
-SLOW = Finding(path="pinned batches", outcome=Outcome.SLOW, says="pinned 2 GB/s", seconds=0.5)
-REFUSED = Finding(path="fp8 products", outcome=Outcome.REFUSED, says="8.0 has no fp8")
+PASSED = PathFinding(path="chunks", outcome=Outcome.PASSED, says="loss 6.2588", seconds=1.0)
+WRONG = PathFinding(path="lookup", outcome=Outcome.WRONG, says="differs by 2", seconds=2.0)
+SLOW = PathFinding(path="pinned batches", outcome=Outcome.SLOW, says="pinned 2 GB/s", seconds=0.5)
+REFUSED = PathFinding(path="fp8 products", outcome=Outcome.REFUSED, says="8.0 has no fp8")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def found(monkeypatch):
     """Returns a function that sets the findings of the next command."""
     monkeypatch.setattr("parplan.commands.doctor_plans.doctor_plans", lambda _: {})
 
-    def set_findings(*findings: Finding) -> None:
+    def set_findings(*findings: PathFinding) -> None:
         examined = Examined(findings=findings, ran={})
         monkeypatch.setattr(worlds, "examine", lambda *_, **__: examined)
 
@@ -83,7 +83,7 @@ def test_no_more_ranks_than_gpus_are_started(monkeypatch):
 def test_the_worst_rank_gives_the_finding_of_a_path():
     joined = joined_finding("chunks", [PASSED, WRONG, PASSED])
 
-    assert joined == Finding(
+    assert joined == PathFinding(
         path="chunks", outcome=Outcome.WRONG, says="rank 1: differs by 2", seconds=2.0
     )
     assert joined_finding("chunks", [PASSED, PASSED]) == PASSED

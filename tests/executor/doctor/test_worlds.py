@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from parplan.commands.doctor_plans import doctor_plans
+from parplan.executor.doctor import doctor_rank, worlds
 from parplan.executor.doctor import path as path_records
-from parplan.executor.doctor import worker, worlds
 from parplan.executor.doctor.path import Checked, GpuPath, Place, RefusedError, WrongError
 from parplan.executor.doctor.paths import EVERYWHERE, PATHS, path_of
 from parplan.executor.doctor.stand_in import KIND
@@ -76,7 +76,7 @@ def test_what_a_path_raises_is_its_outcome(tmp_path):
 
         path = GpuPath(name="raises", checks="x", run=run)
         place = Place(device=torch.device("cpu"), rank=0, world=1, folder=tmp_path)
-        return worker._outcome(path, place)[0]
+        return doctor_rank._outcome(path, place)[0]
 
     assert raising(RefusedError("no fp8")) is Outcome.REFUSED
     assert raising(NotImplementedError("no kernel")) is Outcome.REFUSED

@@ -39,11 +39,13 @@ FAULTS = (
     TypeError,
     ValueError,
 )
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(
+    seconds=180
+)  # ranks of a busy machine start far apart; the parent's limit is less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class DoctorWorld:
     """A world of ranks that run paths.
 
     kind     cuda, cpu or the stand-in
@@ -59,7 +61,7 @@ class World:
     traces: bool = False
 
 
-def run_rank(rank: int, world: World, paths: Sequence[GpuPath]) -> None:
+def run_rank(rank: int, world: DoctorWorld, paths: Sequence[GpuPath]) -> None:
     """Runs paths as one rank of a world."""
     leave_signals_to_parent()
     torch.set_num_threads(1)
