@@ -423,8 +423,8 @@ class SearchRecord:
     value                 value of the objective (s or GiB)
     bound                 lower bound of the objective
     gap                   gap between both
-    fastest_step_time_s   closed form of the fastest plan, the base of the slowdown in the
-                          objectives memory and peak
+    fastest_step_time_s   step of the fastest plan, the base of the slowdown in the objectives
+                          memory and peak; in the others its closed form
     front                 the point of the plan on a front (planner/search/pareto.py), None for the
                           plan of a single search
     solver_failure        the number of candidates on which the solver failed, and its failure; None

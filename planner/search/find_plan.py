@@ -21,12 +21,13 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import SearchRecord, Status
 from parplan.planner.request import OnProgress, Request, SearchOptions
+from parplan.planner.search.allowed_steps import AllowedSteps
 from parplan.planner.search.described_shortfall import infeasible_error
 from parplan.planner.search.fastest_layouts import BoundedCandidates, search_fastest
 from parplan.planner.search.layer_proof import with_layer_proof
 from parplan.planner.search.leaner_with_host import search_leaner
 from parplan.planner.search.least_peak import LeastPeak, least_peak
-from parplan.planner.search.least_redundancy import then_fastest, then_leanest
+from parplan.planner.search.least_redundancy import as_memory, then_fastest, then_leanest
 from parplan.planner.search.one_candidate import certify
 from parplan.planner.search.preference import Preference, preferred_plan
 from parplan.planner.search.price_factory import (
@@ -35,7 +36,7 @@ from parplan.planner.search.price_factory import (
     PriceFactory,
     described_factory,
 )
-from parplan.planner.search.replay import replay_best
+from parplan.planner.search.replay import Replayed, replay_best
 from parplan.planner.search.search_results import (
     SearchResult,
     counted_result,
@@ -145,20 +146,24 @@ def _search(
     if is_without_plan(outcome):
         return None
     fastest = outcome.solved[0]
+    if objective is not Objective.THROUGHPUT:
+        first = replay_best(outcome, Objective.THROUGHPUT, session)
+        allowed = AllowedSteps.of(fastest, first, session)
     if objective is Objective.PEAK:
-        return _search_least_peak(outcome, session)
+        return _search_least_peak(outcome, first, allowed, session)
     least = outcome
     if objective is Objective.MEMORY:
-        least = outcome = then_leanest(outcome, space.layouts, session)
+        least = outcome = then_leanest(outcome, space.layouts, session, allowed)
         if options.memory_slack is not None and not least.interrupted:
             outcome = then_fastest(least, space.layouts, session, options.memory_slack)
     replayed = replay_best(outcome, objective, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
         return _search(prices, objective, options, on_progress, None, slack + SLACK, preference)
     if outcome is not least:
-        return memory_first_result(replayed, fastest, least, outcome, session)
+        return memory_first_result(replayed, fastest, least, outcome, session, allowed)
     if objective is Objective.MEMORY:
-        return leanest_result(replayed, fastest, outcome, session)
+        in_time = allowed.kept(replayed) or [(as_memory(each[0]), *each[1:]) for each in first]
+        return leanest_result(in_time, fastest, outcome, session, allowed)
     record = _of_simulated_steps(
         record_of(objective, replayed[0][0], fastest, outcome, space),
         looked,
@@ -176,20 +181,25 @@ def _search(
 
 
 def _search_least_peak(
-    first: BranchOutcome[SolvedCandidate], session: SearchSession
+    first: BranchOutcome[SolvedCandidate],
+    replayed_first: Sequence[Replayed],
+    allowed: AllowedSteps,
+    session: SearchSession,
 ) -> SearchResult:
+    """The plan of least peak in time; `first` has the fastest plans."""
     layouts, fastest = session.prices.space.layouts, first.solved[0]
-    least = least_peak(layouts, first, session)
+    least = least_peak(layouts, first, session, allowed)
     inner = session.within(least.peak_bytes)
     outcome = BranchOutcome(
         (least.best,), 0.0, finished=least.finished, interrupted=least.interrupted
     )
     if not (least.interrupted or session.deadline.is_over):
         with suppress(OutOfTimeError, SolverError):  # the least peak stands
-            outcome = _fastest_within(least, layouts, fastest.value * session.slowdown, inner)
+            outcome = _fastest_within(least, layouts, allowed.closed_s, inner)
     # The exact schedules of the chunks may need more.
     while not (replayed := replay_best(outcome, Objective.THROUGHPUT, inner)):
         inner = session.within(inner.limit_bytes * (1 + SLACK))
+    replayed = allowed.kept(replayed) or list(replayed_first) or replayed
     best, _, price = replayed[0]
     peak_bytes = price.peak_bytes
     outcome = replace(
@@ -204,7 +214,9 @@ def _search_least_peak(
         bound=round(bound_bytes / GIB, 6),
         gap=round(1 - bound_bytes / peak_bytes, 6),
     )
-    return result_of(replayed, record, fastest, inner, interrupted=outcome.interrupted)
+    return result_of(
+        replayed, record, fastest, inner, interrupted=outcome.interrupted, allowed=allowed
+    )
 
 
 def _fastest_within(

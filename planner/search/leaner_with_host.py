@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 
 from parplan.costmodels.price_cache import described_prices
-from parplan.costmodels.step import price_step
 from parplan.planner.candidates.branch_and_bound import REPLAYED, BranchOutcome
 from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import OnProgress, SearchOptions
+from parplan.planner.search.allowed_steps import AllowedSteps
 from parplan.planner.search.least_redundancy import then_leanest
 from parplan.planner.search.least_redundancy_on_host import LeanChoice, search_leanest_on_host
 from parplan.planner.search.replay import replay_best
@@ -28,7 +28,6 @@ from parplan.planner.search.search_session import (
     SearchPrices,
     SearchSession,
 )
-from parplan.planner.stage_columns.block_counts import to_strategy
 
 
 def search_leaner(
@@ -66,27 +65,20 @@ def search_leaner(
     if reference.interrupted:
         outcome = BranchOutcome((incumbent,), -one_copy, finished=False, interrupted=True)
     else:
-        closed_s = reference.fastest.choice.step_s
-        fastest = (
-            price_step(
-                to_strategy(reference.fastest.layout, reference.fastest.choice.columns),
-                prices.price_cache,
-            )
-            if lean
-            else reference.price
-        )
+        fastest_s = reference.fastest_s
         slowdown = (1 + options.max_slowdown) * (1 + ROUNDING)
         outcome = search_leanest_on_host(
             prices.space.layouts,
             session,
             incumbent,
-            closed_s=closed_s * slowdown,
-            step_s=max(closed_s, fastest.step_s) * slowdown,
+            closed_s=max(reference.fastest.choice.step_s, fastest_s) * slowdown,
+            step_s=fastest_s * slowdown,
         )
     best, *rest = outcome.solved
     copy_bytes = copy_on_hosts(best.price, prices)
     record = replace(
         record_of(Objective.MEMORY, best, reference.fastest, outcome, prices.space, copy_bytes),
+        fastest_step_time_s=round(reference.fastest_s, 6),
         runners_up=tuple(
             runner_up(choice.strategy, choice.price) for choice in rest[: REPLAYED - 1]
         ),
@@ -127,6 +119,9 @@ def _search_leaner_sequence(
     session = SearchSession(prices, options, on_progress)
     proven = reference.plan.search.status is Status.OPTIMAL
     first = BranchOutcome((fastest,), fastest.bound, finished=proven)
-    outcome = then_leanest(first, prices.space.layouts, session, known)
-    replayed = replay_best(outcome, Objective.MEMORY, session)
-    return leanest_result(replayed, fastest, outcome, session) if replayed else reference
+    slowest_s = reference.fastest_s * session.slowdown
+    closed_s = max(slowest_s, fastest.choice.step_s * session.slowdown)
+    allowed = AllowedSteps(reference.fastest_s, slowest_s, closed_s, session)
+    outcome = then_leanest(first, prices.space.layouts, session, allowed, known)
+    replayed = allowed.kept(replay_best(outcome, Objective.MEMORY, session))
+    return leanest_result(replayed, fastest, outcome, session, allowed) if replayed else reference

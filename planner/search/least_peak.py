@@ -14,6 +14,7 @@ from functools import partial
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.branch_and_bound import BranchOutcome
 from parplan.planner.master import MasterChoice
+from parplan.planner.search.allowed_steps import AllowedSteps
 from parplan.planner.search.memory_descent import Descent, below, halve_in
 from parplan.planner.search.one_candidate import fastest_choice, proven_s, relaxed_bound_s
 from parplan.planner.search.search_session import SearchSession, SolvedCandidate
@@ -39,10 +40,10 @@ class LeastPeak:
 
 
 class _Layouts:
-    """Attempts at each layout within `slowest_s`, and the limits within which none can succeed."""
+    """Attempts at each layout within `allowed`, and the limits within which none can succeed."""
 
-    def __init__(self, session: SearchSession, slowest_s: float) -> None:
-        self.session, self.slowest_s = session, slowest_s
+    def __init__(self, session: SearchSession, allowed: AllowedSteps) -> None:
+        self.session, self.allowed, self.slowest_s = session, allowed, allowed.closed_s
         self.proven_bytes: dict[ParallelLayout, float] = {}
 
     def attempt(self, layout: ParallelLayout, limit_bytes: float) -> MasterChoice | None:
@@ -59,7 +60,10 @@ class _Layouts:
         if relaxed is None:
             return None
         choice = fastest_choice(layout, relaxed, cut_s, inner)
-        return choice if choice and choice.step_s < cut_s else None
+        if choice is None or choice.step_s >= cut_s:
+            return None
+        in_time = self.allowed.step_s(layout, choice) <= self.allowed.slowest_s
+        return choice if in_time else None
 
     def least_bytes(self, layout: ParallelLayout) -> float:
         """Approximate lower bound of the bytes on a device of the layout."""
@@ -107,14 +111,17 @@ class _Layouts:
 
 
 def least_peak(
-    layouts: Sequence[ParallelLayout], first: BranchOutcome[SolvedCandidate], session: SearchSession
+    layouts: Sequence[ParallelLayout],
+    first: BranchOutcome[SolvedCandidate],
+    session: SearchSession,
+    allowed: AllowedSteps,
 ) -> LeastPeak:
     """Finds the least peak within the slowdown of the fastest plan, which `first` found.
 
     Ctrl-C and the time limit end it with the best so far.
     """
     fastest = first.solved[0]
-    attempts = _Layouts(session, fastest.value * session.slowdown)
+    attempts = _Layouts(session, allowed)
     descent = Descent(fastest, attempts.attempt, session.deadline, session.on_progress)
     possible: list[ParallelLayout] = []
     try:

@@ -2,6 +2,7 @@
 
 Time first: the least redundant bytes within the slowdown, and among equals the least peak. Memory
 first: the least redundant bytes at any step time, then the fastest plan with at most a share more.
+Where the simulated step of a choice is too long, the layout is solved again within a lower limit.
 """
 
 from __future__ import annotations
@@ -20,15 +21,53 @@ from parplan.planner.candidates.branch_and_bound import (
 from parplan.planner.master import Master, MasterChoice, lower_bound_s, slackened
 from parplan.planner.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
 from parplan.planner.objective import Objective
+from parplan.planner.search.allowed_steps import AllowedSteps
 from parplan.planner.search.memory_descent import Descent
-from parplan.planner.search.search_session import INFINITY, SearchSession, SolvedCandidate
+from parplan.planner.search.search_session import (
+    INFINITY,
+    ROUNDING,
+    SearchSession,
+    SolvedCandidate,
+)
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.chunk_columns import Columns
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.stage_column import StageColumn
 
+TRIES = 6  # choices of a layout until one is in time when it is simulated
 _LEFT_OUT = "some cuts into stages were not tried, and the others are not in time"
+
+
+class _Tries:
+    """The choices of one layout within falling limits of the closed form.
+
+    slowest_s    limit of simulated steps
+    limit_s      limit of the closed form for the next choice
+    """
+
+    def __init__(self, slowest_s: float, limit_s: float) -> None:
+        self.slowest_s, self.limit_s = slowest_s, limit_s
+        self._ratio = INFINITY
+        self._least: list[tuple[float, float]] = []  # by limit, the least redundant bytes
+
+    def in_time(self, closed_s: float, step_s: float, least_bytes: float) -> bool:
+        """Returns whether a choice is in time, else lowers the limit below it."""
+        self._least.append((self.limit_s, least_bytes))
+        self._ratio = min(self._ratio, step_s / closed_s)
+        self.limit_s = (1 - ROUNDING) * closed_s * min(1.0, self.slowest_s / step_s)
+        return step_s <= self.slowest_s
+
+    @property
+    def least_bytes(self) -> float:
+        """Redundant bytes that no plan in time is below.
+
+        No simulated step is taken to be below its closed form by more than those of the choices,
+        which is measured, not proven.
+        """
+        reached_s = (1 - ROUNDING) * self.slowest_s / self._ratio
+        first = self._least[0][1]
+        return max(first, *(least for limit_s, least in self._least if limit_s >= reached_s), first)
 
 
 class _RedundancyPass:
@@ -37,19 +76,20 @@ class _RedundancyPass:
     def __init__(
         self,
         layouts: Sequence[ParallelLayout],
-        fastest: SolvedCandidate,
         known: SolvedCandidate,
+        allowed: AllowedSteps,
         session: SearchSession,
     ) -> None:
         self.layouts, self.session = layouts, session
-        self.known = as_memory(known)
-        self.slowest_s = fastest.value * session.slowdown
+        self.known, self.allowed = as_memory(known), allowed
+        self.slowest_s = allowed.closed_s
         self.least_bytes: dict[ParallelLayout, float] = {}
+        self._dropped: list[float] = []
 
     def search(self) -> BranchOutcome[SolvedCandidate]:
         """Searches the layouts by their bound, until none can be below the best."""
         session = self.session
-        return branch_and_bound(
+        outcome = branch_and_bound(
             self._bounded(),
             self._solve,
             best_of,
@@ -58,6 +98,7 @@ class _RedundancyPass:
             ),
             known=self.known,
         )
+        return replace(outcome, bound=min(outcome.bound, *self._dropped, INFINITY))
 
     def _bounded(self) -> Iterator[tuple[float, ParallelLayout]]:
         """Yields the layouts that may be in time, each with its bound. Raises OutOfTimeError."""
@@ -121,23 +162,23 @@ class _RedundancyPass:
             return None
         if options is None:
             raise Unsolved(_LEFT_OUT)
-        choice = _master(layout, options, session).leanest(
-            self.slowest_s, session.options.solver, session.solver_limit_s()
-        )
+        tries = _Tries(self.allowed.slowest_s, self.slowest_s)
+        for _ in range(TRIES):
+            choice = _master(layout, options, session).leanest(
+                tries.limit_s, session.options.solver, session.solver_limit_s()
+            )
+            if choice is None:
+                break
+            proven = choice.redundant_bytes if choice.proven and covers else max(bound, least)
+            if tries.in_time(choice.step_s, self.allowed.step_s(layout, choice), proven):
+                self.least_bytes[layout] = tries.least_bytes
+                return SolvedCandidate(layout, choice, choice.redundant_bytes, tries.least_bytes)
+        else:
+            self._dropped.append(tries.least_bytes)
         if choice is None and not covers:
             raise Unsolved(_LEFT_OUT)
-        if choice is None:
-            self.least_bytes[layout] = INFINITY
-            return None
-        proven = choice.proven and covers
-        if proven:
-            self.least_bytes[layout] = choice.redundant_bytes
-        return SolvedCandidate(
-            layout,
-            choice,
-            choice.redundant_bytes,
-            choice.redundant_bytes if proven else max(bound, least),
-        )
+        self.least_bytes[layout] = INFINITY
+        return None
 
     def _as_lean(
         self, layout: ParallelLayout, redundant_bytes: float, session: SearchSession
@@ -159,7 +200,10 @@ class _RedundancyPass:
         choice = _master(layout, options, session).fastest_of_redundancy(
             redundant_bytes, session.options.solver, session.solver_limit_s()
         )
-        return choice if choice and choice.step_s <= self.slowest_s else None
+        if choice is None or choice.step_s > self.slowest_s:
+            return None
+        in_time = self.allowed.step_s(layout, choice) <= self.allowed.slowest_s
+        return choice if in_time else None
 
     def _least_in_time(
         self,
@@ -213,9 +257,10 @@ def then_leanest(
     first: BranchOutcome[SolvedCandidate],
     layouts: Sequence[ParallelLayout],
     session: SearchSession,
+    allowed: AllowedSteps,
     known: SolvedCandidate | None = None,
 ) -> BranchOutcome[SolvedCandidate]:
-    """Runs the second pass of the memory objective.
+    """Runs the second pass of the memory objective within the `allowed` steps.
 
     known: a choice in time and within the session's limit, by default the fastest of `first`
 
@@ -230,7 +275,7 @@ def then_leanest(
             failures=first.failures,
         )
     fastest = first.solved[0]
-    leanest = _RedundancyPass(layouts, fastest, known or fastest, session)
+    leanest = _RedundancyPass(layouts, known or fastest, allowed, session)
     second = leanest.search()
     if not second.interrupted:
         second = leanest.lowered(second)

@@ -205,7 +205,7 @@ class _PoolSearches:
         assert fastest is not None, "the shares fit"
         if self.request.objective is Objective.THROUGHPUT or self.stopped:
             return fastest
-        room = max(0.0, slowest_s / fastest.search.fastest_step_time_s - 1)
+        room = max(0.0, slowest_s / fastest.predicted.step_time_s.value - 1)
         request = replace(
             self._request(pool, sequences),
             objective=Objective.MEMORY,

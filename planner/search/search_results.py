@@ -15,6 +15,7 @@ from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import runner_up
 from parplan.planner.plan.prediction import Candidates, MemoryFirst, SearchRecord, Status
 from parplan.planner.plan.traced_plan import AnyPlan
+from parplan.planner.search.allowed_steps import AllowedSteps
 from parplan.planner.search.certificate import certified, with_counts
 from parplan.planner.search.replay import Replayed
 from parplan.planner.search.search_session import SearchPrices, SearchSession, SolvedCandidate
@@ -29,6 +30,7 @@ class SearchResult:
     """The plan of one search, the fastest choice as its reference, and whether Ctrl-C came.
 
     best: the choice behind the plan, with its strategy and price
+    fastest_s: simulated step of the fastest plan, the base of the slowdown
     """
 
     plan: AnyPlan
@@ -37,6 +39,7 @@ class SearchResult:
     best: SolvedCandidate
     strategy: Strategy
     price: StepPrice
+    fastest_s: float
 
 
 def result_of(
@@ -46,11 +49,16 @@ def result_of(
     session: SearchSession,
     *,
     interrupted: bool,
+    allowed: AllowedSteps | None = None,
 ) -> SearchResult:
     """Returns the first of the replayed choices as the plan, and the others as runners-up.
 
     The plan is certified, and a better choice of the certifying program comes first.
+
+    allowed: the steps of another objective than the fastest step
     """
+    if allowed is not None:
+        record = replace(record, fastest_step_time_s=round(allowed.fastest_s, 6))
     replayed, record = certified(replayed, record, session)
     (best, strategy, price), *rest = replayed
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in rest)
@@ -58,7 +66,8 @@ def result_of(
         record = replace(record, stopped_by=MEMORY_CAP)
     book = session.book_of(best.layout, best.choice)
     plan = session.prices.assembled(strategy, price, replace(record, runners_up=runners_up), book)
-    return SearchResult(plan, fastest, interrupted, best, strategy, price)
+    fastest_s = price.step_s if allowed is None else allowed.fastest_s
+    return SearchResult(plan, fastest, interrupted, best, strategy, price, fastest_s)
 
 
 def counted_result(result: SearchResult | None, count: ProgramCount) -> SearchResult | None:
@@ -74,13 +83,16 @@ def leanest_result(
     fastest: SolvedCandidate,
     outcome: BranchOutcome[SolvedCandidate],
     session: SearchSession,
+    allowed: AllowedSteps,
 ) -> SearchResult:
     """Returns the result of the memory objective, whose gap counts a copy on the hosts."""
     best, _, price = replayed[0]
     copy_bytes = copy_on_hosts(price, session.prices)
     space = session.prices.space
     record = record_of(Objective.MEMORY, best, fastest, outcome, space, copy_bytes)
-    return result_of(replayed, record, fastest, session, interrupted=outcome.interrupted)
+    return result_of(
+        replayed, record, fastest, session, interrupted=outcome.interrupted, allowed=allowed
+    )
 
 
 def memory_first_result(
@@ -89,6 +101,7 @@ def memory_first_result(
     least: BranchOutcome[SolvedCandidate],
     outcome: BranchOutcome[SolvedCandidate],
     session: SearchSession,
+    allowed: AllowedSteps,
 ) -> SearchResult:
     """Returns the fastest plan with little more redundant memory than the first of `least`."""
     record = record_of(Objective.MEMORY, least.solved[0], fastest, least, session.prices.space)
@@ -104,7 +117,9 @@ def memory_first_result(
         ),
         solver_failure=failure_text(outcome.failures),
     )
-    return result_of(replayed, record, fastest, session, interrupted=outcome.interrupted)
+    return result_of(
+        replayed, record, fastest, session, interrupted=outcome.interrupted, allowed=allowed
+    )
 
 
 def one_copy_bytes(prices: SearchPrices) -> float:

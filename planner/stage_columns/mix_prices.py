@@ -185,7 +185,7 @@ class MixPrices:
         Recompute frees bytes that need not be redundant, so that `candidates`, whose options are
         near in seconds and held bytes, may lack the mix with the least redundant bytes.
         """
-        if self.table.stage_recompute is not None or len(self.stages) == 1:
+        if self.table.stage_recompute is not None:
             return []
         mixes, sums = self._mixed(num_blocks, redundancy=True)
         return [self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages]
