@@ -100,9 +100,9 @@ PLANS |= {
         recompute=recompute_names,
         **settings,
     )
-    for schedule in (EARLY, LAST, SCP)
-    for pp, micro_batches, way, model, recompute_names, settings in [
+    for schedules, pp, micro_batches, way, model, recompute_names, settings in [
         (
+            (EARLY, SCP),
             2,
             4,
             "dp2-tp2-sp-zero3",
@@ -111,6 +111,7 @@ PLANS |= {
             {"dp": 2, "tp": 2, "sp": True, "zero": (3,), "recompute_ends": True},
         ),
         (
+            (LAST,),
             2,
             4,
             "dp4-zero-mixed",
@@ -118,10 +119,11 @@ PLANS |= {
             ("attention", *LIST[3:]),
             {"dp": 4, "zero": (0, 3, 1, 2), "global_batch_size": 16},
         ),
-        (4, 8, "tp2-dropout", DROPOUT, "full", {"tp": 2}),
-        (4, 4, "dp2-zero3-list", GPT, LIST, {"dp": 2, "zero": (3,)}),
-        (4, 4, "dp2-zero1-full", LLAMA, "full", {"dp": 2, "zero": (1,)}),
+        ((EARLY,), 4, 8, "tp2-dropout", DROPOUT, "full", {"tp": 2}),
+        ((LAST,), 4, 4, "dp2-zero3-list", GPT, LIST, {"dp": 2, "zero": (3,)}),
+        ((SCP,), 4, 4, "dp2-zero1-full", LLAMA, "full", {"dp": 2, "zero": (1,)}),
     ]
+    for schedule in schedules
 }
 QUICK = {"early-zero2-a-list", "scp-pp4-dropout-offload"}
 

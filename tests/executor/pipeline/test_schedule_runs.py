@@ -144,6 +144,7 @@ def observed() -> list[list]:
         ]
 
 
+@pytest.mark.slow
 def test_zero_3_would_lose_gradients_and_zero_1_does_not():
     lost = [name for (missing, _), *_ in observed() for name in missing]
 

@@ -33,7 +33,7 @@ PLANS = {
     "zero2-lists": make_plan(LLAMA, dp=2, zero=(2,), recompute=LISTED, **GRID),
     "zero3-lists": make_plan(GPT, dp=2, zero=(3,), recompute=LISTED, **GRID),
 }
-WORLDS = Worlds(PLANS, set(PLANS) - {"gpt", "llama"})
+WORLDS = Worlds(PLANS, set(PLANS) - {"gpt"})
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
