@@ -31,7 +31,8 @@ srun torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES --rdzv_backend c10d pret
 """
 NEMO = """# overrides on the command line
 python examples/nlp/language_modeling/megatron_gpt_pretraining.py \\
-  --config-name=megatron_gpt_config trainer.num_nodes=2 trainer.devices=8 trainer.precision=bf16-mixed ++trainer.max_steps=100 \\
+  --config-name=megatron_gpt_config \\
+  trainer.num_nodes=2 trainer.devices=8 trainer.precision=bf16-mixed ++trainer.max_steps=100 \\
   model.num_layers=40 model.hidden_size=5120 model.ffn_hidden_size=13824 \\
   model.num_attention_heads=40 model.encoder_seq_length=4096 model.data.seq_length=4096 \\
   model.max_position_embeddings=4096 model.micro_batch_size=1 model.global_batch_size=128 \\
