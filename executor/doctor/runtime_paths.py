@@ -43,7 +43,8 @@ def saved_tensors(place: Place) -> Checked:
     """Sends tensors to the host behind a computation and brings them back, several under way."""
     copies, product = HostCopies(place.device), place.normal(COLUMNS, COLUMNS, seed=1)
     weight, x = product.to(place.device) / COLUMNS**0.5, place.normal(ROWS, COLUMNS)
-    there, here, expected, sent = x.to(place.device), x, [], []
+    there, here = x.to(place.device), x
+    expected, sent = [], []
     for _ in range(ROUNDS):
         there, here = there @ weight, here @ (product / COLUMNS**0.5)
         flight = copies.flight()

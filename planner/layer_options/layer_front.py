@@ -108,7 +108,8 @@ class _Link:
         if not several:
             return cls(maker=link.maker, time_s=time_s, saved_bytes=saved_bytes, becomes=None)
         numbers = np.repeat(2 * np.arange(len(placed))[:, None], len(link.needed), 1)
-        more_bytes, alone, still = np.zeros(time_s.shape), numbers, numbers + 1
+        more_bytes = np.zeros(time_s.shape)
+        alone, still = numbers, numbers + 1
         if link.beside is not None:
             more_bytes = link.beside.more_bytes[cells]
             alone, still = numbers + link.beside.own_copy[cells], still - (more_bytes > 0)

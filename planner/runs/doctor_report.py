@@ -17,7 +17,7 @@ DOCTOR_VERSION = 1
 
 
 class Outcome(StrEnum):
-    """What became of a path."""
+    """The end that a path may have."""
 
     PASSED = "passed"
     REFUSED = "refused"
@@ -28,7 +28,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathFinding:
-    """What became of one path.
+    """The end of one path.
 
     says      the numbers that were compared, or why the path was refused, failed or did not run
     seconds   from its beginning to its end on the slowest rank, 0 where it did not run

@@ -43,7 +43,8 @@ class _Layouts:
     """Attempts at each layout within `allowed`, and the limits within which none can succeed."""
 
     def __init__(self, session: SearchSession, allowed: AllowedSteps) -> None:
-        self.session, self.allowed, self.slowest_s = session, allowed, allowed.closed_s
+        self.session, self.allowed = session, allowed
+        self.slowest_s = allowed.closed_s
         self.proven_bytes: dict[ParallelLayout, float] = {}
 
     def attempt(self, layout: ParallelLayout, limit_bytes: float) -> MasterChoice | None:

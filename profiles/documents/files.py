@@ -148,14 +148,23 @@ def _kept_beside(path: Path, target: Path, data: bytes, undo: ExitStack, hint: s
                 undo.callback(_give_back, kept, target)
                 break
             if not os.path.lexists(kept):
-                undo.callback(kept.unlink, missing_ok=True)
+                undo.callback(_restore, kept, target, old)
                 shutil.copy2(target, kept)
-                undo.callback(os.replace, kept, target)
                 break
     except OSError as error:
         reason = f"the file there cannot be kept: {error.strerror}"
         raise _unwritable(path, reason, hint) from None
     return kept if path.is_symlink() else path.with_name(kept.name)
+
+
+def _restore(kept: Path, target: Path, old: bytes) -> None:
+    """Puts a file back under its first name, and keeps the second where the disk lets it not."""
+    with suppress(OSError):
+        if kept.read_bytes() == old:
+            os.replace(kept, target)
+    with suppress(OSError):
+        if target.read_bytes() == old:
+            kept.unlink(missing_ok=True)
 
 
 def _give_back(kept: Path, target: Path) -> None:

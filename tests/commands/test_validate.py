@@ -377,7 +377,9 @@ def test_an_unknown_source_is_an_error_with_a_suggestion(steps):
         pytest.param(b"\x89PNG\r\n\x1a\n\x00\xff\xfe", r"steps.csv:3: a NUL byte", id="binary"),
         pytest.param(b"\x89PNG\r\n\x1a\n", r"steps.csv:1: not UTF-8 text", id="not-utf-8"),
         pytest.param(bytes(range(128)) * 50, r"steps.csv:1: a NUL byte", id="control-characters"),
-        pytest.param(b"a" * 200_000 + b"\n1\n", r"steps.csv: no", id="a-field-without-end"),
+        pytest.param(
+            b"a" * 200_000 + b"\n1\n", r"steps.csv:1: not a CSV table", id="a-field-without-end"
+        ),
     ],
 )
 def test_a_broken_table_is_one_error_and_one_hint(content, message):

@@ -15,7 +15,7 @@ from parplan.planner.export.fields.arguments import Words
 
 
 class Subject(StrEnum):
-    """What a setting is about."""
+    """A part of a training that a setting may be about."""
 
     PARALLELISM = "parallelism"
     RECOMPUTE = "recompute"

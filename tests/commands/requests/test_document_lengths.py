@@ -65,7 +65,7 @@ def test_a_wrong_file_is_an_error_with_its_line(tmp_path, text, message):
     ("value", "message"),
     [
         ("0", "a mean is from 1 to --seq-length 1024"),
-        ("nan", "a mean is from 1"),
+        ("nan", "cannot read nan"),
         ("2000", "--document-lengths is 2000, a mean is from 1 to --seq-length 1024"),
         ("nowhere.txt", "cannot read nowhere.txt"),
     ],

@@ -72,7 +72,9 @@ CASES = {
     "megatron-adapters": megatron(
         "--lora-rank 16", refused="train.sh:1\\d: --lora-rank .*adapters"
     ),
-    "megatron-zero": megatron("--micro-batch-size 0", refused="--micro-batch-size 0: a whole"),
+    "megatron-zero": megatron(
+        "--micro-batch-size 0", refused="--micro-batch-size 0: it must be from 1"
+    ),
     "nemo-overrides": nemo(
         "", said={"tp": 2, "dp": 8, "zero": 1, "seq_length": 4096, "micro_batch_size": 1}
     ),
@@ -124,7 +126,7 @@ CASES = {
         text=BRIDGE.replace("context_parallel_size=2", "context_parallel_size=0"),
         gpus=16,
         model="llama3-8b",
-        refused="context_parallel_size 0: a whole number",
+        refused="context_parallel_size 0: it must be from 1",
     ),
     "titan-shipped": titan(
         "", said={"seq_length": 8192, "micro_batch_size": 1, "zero": 3, "recompute": SELECTIVE}
