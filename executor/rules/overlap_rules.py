@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
+from parplan.costmodels.layers.run_in_halves import whole_in_halves
 from parplan.costmodels.operators.plan_placements import placements
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.placed_layers import layer_operators
@@ -14,14 +15,6 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.transformer import build_graph
 
 ACROSS_BLOCKS = 3
-# other operators have weights whose gradients are sums, or stand behind a sum that is under way
-RUN_IN_HALVES = {"norm1", "qkv", "rotary", "attention", "attention_out", "residual1"} | {
-    "norm2",
-    "fc1",
-    "activation",
-    "fc2",
-    "residual2",
-}
 
 
 @rule(
@@ -52,13 +45,9 @@ def _obstacle(plan: Plan) -> str | None:
         return "a mixture of experts"
     if plan.pipeline.micro_batch_size % 2:
         return f"micro-batches of {plan.pipeline.micro_batch_size}, which have no two equal halves"
+    if whole := whole_in_halves(plan.model, plan.training):
+        return whole
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
-    names = {operator.name for operator in graph.block.operators if not operator.is_adapter}
-    others = sorted(name for name in names - RUN_IN_HALVES if not name.endswith("_lora_sum"))
-    if others:
-        return f"blocks that have {', '.join(others)}"
-    if "norm2" not in names:
-        return "blocks of one norm"
     megatron = {
         operator.name: placements(operator, Sharding(tp=plan.mesh.tp))
         for operator in graph.block.operators

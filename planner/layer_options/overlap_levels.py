@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import inf, isclose
 
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.layers.run_in_halves import whole_in_halves
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
@@ -43,6 +44,8 @@ def illegal_overlap(layout: ParallelLayout, model: ModelSpec, training: Training
         return f"{what} is of models whose parameters are all trained"
     if has_unlike_blocks(model, training):
         return f"{what} is of blocks that are alike, those of {model.name} are of several classes"
+    if whole := whole_in_halves(model, training):
+        return f"{what} does not run {whole}"
     if layout.sequence_parallel:
         return (
             f"{what} hides an all-reduce under a half; sequence parallelism sends twice "

@@ -81,6 +81,9 @@ def training(stack: str = "parplan") -> TrainingSpec:
             "hold one",
             id="one-block",
         ),
+        pytest.param(
+            {}, load_model("qwen3-8b").spec, "blocks that have qk_norm", id="norms-of-heads"
+        ),
     ],
 )
 def test_a_level_that_does_not_apply_says_why(changes, model, reason):
