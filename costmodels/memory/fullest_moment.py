@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
 
 from parplan.costmodels.memory.rank_memory import RankMemory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryClasses:
-    """Bytes of one device by class at its fullest moment; they add up to the total."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    temporaries: float
-    reserve: float
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """The bytes in the order of the fields."""
-        return astuple(self)
-
-
-def at_fullest(memory: RankMemory) -> MemoryClasses:
-    """Returns the bytes by class at the fullest moment.
+def at_fullest(memory: RankMemory) -> dict[str, float]:
+    """Returns the bytes by class at the fullest moment, which add up to the total.
 
     Bytes that are not there at that moment (`memory.apart`) are gradients that do not exist yet,
     then activations that are freed by then, and then temporaries of layers that are gathered and
@@ -35,14 +17,14 @@ def at_fullest(memory: RankMemory) -> MemoryClasses:
     gradients, activations, temporaries = _without(
         memory.apart, memory.states.gradients, memory.activations, memory.temporaries
     )
-    return MemoryClasses(
-        parameters=memory.states.parameters,
-        gradients=gradients,
-        optimizer=memory.states.optimizer,
-        activations=activations,
-        temporaries=temporaries,
-        reserve=memory.reserve,
-    )
+    return {
+        "parameters": memory.states.parameters,
+        "gradients": gradients,
+        "optimizer": memory.states.optimizer,
+        "activations": activations,
+        "temporaries": temporaries,
+        "reserve": memory.reserve,
+    }
 
 
 def _without(apart: float, *classes: float) -> Iterator[float]:

@@ -230,15 +230,9 @@ def _breakdown(price: StepPrice) -> Breakdown:
 
 def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMemory:
     """Returns the GiB of one device by class at the fullest moment."""
-    held = at_fullest(memory)
     return StageMemory(
         stage=rank,
-        parameters=_gib(held.parameters),
-        gradients=_gib(held.gradients),
-        optimizer=_gib(held.optimizer),
-        activations=_gib(held.activations),
-        temporaries=_gib(held.temporaries),
-        reserve=_gib(held.reserve),
+        **{name: _gib(held) for name, held in at_fullest(memory).items()},
         total=_gib(memory.total),
         capacity=_gib(capacity_bytes),
         host=_gib(memory.host),

@@ -43,7 +43,7 @@ class AllowedSteps:
         fastest_s = min((price.step_s for _, _, price in replayed), default=closed_s)
         ratios = (price.step_s / price.closed_form_s for _, _, price in replayed)
         slowest_s = fastest_s * session.slowdown
-        limit_s = max(slowest_s / min(1.0, *ratios, 1.0), closed_s)
+        limit_s = max(slowest_s / min((1.0, *ratios)), closed_s)
         return cls(fastest_s, slowest_s, limit_s, session)
 
     def step_s(self, layout: ParallelLayout, choice: MasterChoice) -> float:

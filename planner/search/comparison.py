@@ -45,7 +45,8 @@ class ComparedPlan:
 
         They add up to its total.
         """
-        return at_fullest(self.fullest).values
+        held = at_fullest(self.fullest)
+        return tuple(held[name] for name in MEMORY_NAMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

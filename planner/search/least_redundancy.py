@@ -67,7 +67,7 @@ class _Tries:
         """
         reached_s = (1 - ROUNDING) * self.slowest_s / self._ratio
         first = self._least[0][1]
-        return max(first, *(least for limit_s, least in self._least if limit_s >= reached_s), first)
+        return max([first, *(least for limit_s, least in self._least if limit_s >= reached_s)])
 
 
 class _RedundancyPass:

@@ -480,5 +480,5 @@ def test_the_classes_at_the_fullest_moment_add_up_to_the_total():
         apart=4.0,  # the gradients, and activations that are freed
     )
 
-    assert at_fullest(memory).values == (4.0, 0.0, 8.0, 3.0, 3.0, 2.0)
-    assert sum(at_fullest(memory).values) == memory.total
+    assert tuple(at_fullest(memory).values()) == (4.0, 0.0, 8.0, 3.0, 3.0, 2.0)
+    assert sum(at_fullest(memory).values()) == memory.total
