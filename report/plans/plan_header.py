@@ -23,6 +23,8 @@ _SELDOM_CHANGED = (
     "--attention",
     "--memory-margin",
 )
+# choices of the search that need their reason: without it the user would ask for the opposite
+_WITH_REASON = ("--offload", "--chunk-access")
 
 
 def print_header(plan: AnyPlan, out: Console, context: SummaryContext) -> None:
@@ -46,7 +48,11 @@ def short_assumed(assumed: Sequence[str], width: int, *, listed: bool) -> str:
 
     listed   false to return the GPU and the number of the others
     """
-    first = [text.split(" (")[0] for text in assumed if text.split(" ")[0] not in _SELDOM_CHANGED]
+    first = [
+        text if text.startswith(_WITH_REASON) else text.split(" (")[0]
+        for text in assumed
+        if text.split(" ")[0] not in _SELDOM_CHANGED
+    ]
     if not listed:
         first = [text for text in first if text.startswith("--gpu ")]
     others = len(assumed) - len(first)

@@ -15,6 +15,7 @@ from parplan.planner.plan.traits import family_of
 from parplan.profiles.provenance import Kind
 from parplan.report.plans.block_phrases import layers_phrases
 from parplan.report.plans.notes import warnings
+from parplan.report.plans.plan_header import short_assumed
 from parplan.report.plans.summary import MOST_LINES, print_summary
 from parplan.report.plans.summary_context import SummaryContext
 from tests.helpers.synthetic_runs import estimated
@@ -81,6 +82,14 @@ def test_defaults_that_few_change_are_counted_and_listed_with_the_rest(plan):
 
     assert assumed in printed(plan, 100)
     assert ASSUMED[-1] in printed(plan, 100, whole=True)
+
+
+def test_the_host_that_nobody_asked_for_has_its_reason():
+    host = "--offload optimizer (nothing fits the devices alone)"
+
+    text = short_assumed(("--stack nemo (of the launcher)", host), 100, listed=True)
+
+    assert text == f"assumed: --stack nemo, {host}"
 
 
 @pytest.mark.parametrize(("more", "warned"), [(1e-4, False), (-1e-4, True)])
