@@ -15,10 +15,11 @@ surroundings of a process, and of plans that parse and do not fit together. The 
 same inputs. An input writes in its own folder alone and reaches no network
 (benchmarks/commands/fuzzing/contained.py).
 
-Each input runs in a fork, with 6 GiB of address space and 20 s. A failure is a traceback, a hang,
-more than 20 CPU-s or 2 GiB, a death by a signal, another exit code, a warning of Python, an error
-that is not one line, or exit code 0 of a plan that benchmarks/commands/fuzzing/consistent.py
-rejects. The exit code is 1 if there is one; the smallest input of each cause is saved.
+Each input runs in a fork, with 6 GiB of address space, 20 CPU-s and a minute. A failure is a
+traceback, a hang, more than 20 CPU-s or 2 GiB, a death by a signal, another exit code, a warning of
+Python, an error that is not one line, exit code 0 of a plan that
+benchmarks/commands/fuzzing/consistent.py rejects, or a line of an exported file that a hostile name
+of its plan wrote. The exit code is 1 if there is one; the smallest input of each cause is saved.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Tally:
 
 @dataclass(kw_only=True)
 class Report:
-    """The results so far, and a progress line on standard error."""
+    """The results so far, with each failure and the progress on standard error."""
 
     total: int
     tallies: dict[str, Tally] = field(default_factory=dict)
@@ -118,6 +119,8 @@ class Report:
             self.notes.setdefault(note, []).append(result.given.name)
         if result.verdict.failure:
             self.failures.append(result)
+            verdict = f"{result.verdict.failure}: {result.verdict.cause}"
+            print(f"{result.given.name} {verdict}", file=sys.stderr, flush=True)
         done = sum(tally.inputs for tally in self.tallies.values())
         if done % 100 == 0:
             print(
@@ -194,12 +197,16 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"of all kinds together, default {WHOLE}; with --kind its share of them",
     )
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--seeds", type=Path, help="folder that keeps the valid files for later runs"
+    )
     parser.add_argument("--kind", action="append", default=[])
     parser.add_argument("--replay", metavar="KIND:NUMBER")
     parser.add_argument("--save", type=Path, default=Path(tempfile.gettempdir()) / "fuzz-failures")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="fuzz-seeds-") as folder:
-        seeds = Seeds(Path(folder))
+        seeds = Seeds(given.seeds or Path(folder))
+        seeds.folder.mkdir(parents=True, exist_ok=True)
         if given.replay:
             return replay(given.replay, given.seed, seeds, given.save)
         kinds = chosen_kinds(given.kind)

@@ -8,7 +8,8 @@
 
 Each command runs undisturbed first. It then runs again and again, and gets one signal at a random
 moment: from a tenth of a second after the first statement of its process, when it handles signals,
-to a little after its usual end. SIGINT comes as a terminal sends it, to the whole group, SIGTERM as
+to a little after its usual end. An earlier signal ends Python before a line of parplan has run
+(docs/reference/exit-codes.md). SIGINT comes as a terminal sends it, to the whole group, SIGTERM as
 `kill` does, to the process alone. The command must end within a minute with its own exit code or
 130, without a traceback or a warning of Python, leave no process and no temporary file, and have
 written all files of a result or none, with the sentence on stderr that says which. The exit code is

@@ -68,6 +68,7 @@ def run_rank(rank: int, world: DoctorWorld, paths: Sequence[GpuPath]) -> None:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if world.kind == KIND:
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # not bound
         register()
     device = torch.device("cpu")
     if world.kind != "cpu":
@@ -81,7 +82,8 @@ def run_rank(rank: int, world: DoctorWorld, paths: Sequence[GpuPath]) -> None:
             rank=rank,
             world_size=world.ranks,
             timeout=LIMIT,
-            device_id=own_gpu(device),
+            # meshes of a bound group split it, and torch splits none whose backend is gloo's
+            device_id=None if world.kind == KIND else own_gpu(device),
         )
         place = Place(
             device=device,

@@ -8,13 +8,14 @@ import torch
 
 from parplan.executor.doctor.path import Checked, GpuPath, Place, WrongError
 from parplan.executor.measuring.layout_costs import _now_s
+from parplan.executor.measuring.machine_figures import STEP_BLOCK, allocator
 from parplan.executor.measuring.measure import measure
 from parplan.executor.measuring.operands import Maker
 from parplan.executor.measuring.products import linear
 from parplan.executor.measuring.step_timing import Rounds
 from parplan.executor.measuring.update_operations import world_of_one
 from parplan.executor.watch.run_recorder import RunRecorder
-from parplan.profiles.machines.measurements import Case, CasePass, UnsupportedCase
+from parplan.profiles.machines.measurements import Case, CaseFigures, CasePass, UnsupportedCase
 from parplan.profiles.units import MIB
 
 TIMED = 2048  # rows and columns of a product that takes long beside its launch
@@ -30,6 +31,10 @@ CASES = {  # sizes of small cases of every kind of timer and count
     "allocator": {},
 }
 ON_STAND_IN = ("linear", "transfer", "allocator")  # its operators cost as much as 20 of the CPU's
+BLOCK_ON_STAND_IN = STEP_BLOCK | {
+    **{"hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 256},
+    **{"batch": 1, "seq": 32},
+}
 PASSES = {"linear": ("forward", "input_gradient", "weight_gradient")}
 
 
@@ -86,7 +91,7 @@ def profiled_cases(place: Place) -> Checked:
         )
         try:
             with world_of_one(place.device):
-                figures = measure(case, str(place.device))
+                figures = _measured(case, place)
         except UnsupportedCase:
             refused.append(work)
             continue
@@ -96,6 +101,13 @@ def profiled_cases(place: Place) -> Checked:
     torch.set_num_threads(threads)
     texts = (f"measured: {', '.join(measured)}", f"not here: {', '.join(refused)}")
     return Checked(says="; ".join(texts[: 1 + bool(refused)]))
+
+
+def _measured(case: Case, place: Place) -> CaseFigures:
+    """Returns the figures of a case; the stand-in's block is small. Raises UnsupportedCase."""
+    if case.work == "allocator" and place.on_gpu and not place.real:
+        return allocator({}, place.device, BLOCK_ON_STAND_IN)
+    return measure(case, str(place.device))
 
 
 _FIGURES = "executor/measuring/machine_figures.py"

@@ -115,8 +115,8 @@ def launch(_: Sizes, device: torch.device) -> CaseFigures:
     return CaseFigures(figures={"host_launch_s": launch_time.median_us / US_PER_S})
 
 
-def allocator(_: Sizes, device: torch.device) -> CaseFigures:
-    """Measure the caching allocator.
+def allocator(_: Sizes, device: torch.device, step_block: Sizes = STEP_BLOCK) -> CaseFigures:
+    """Measure the caching allocator in a step of a block.
 
     granularity_bytes  bytes that it gives a tensor of one byte
     reserved_share     reserved bytes over allocated ones, minus 1, at their peaks in a block's step
@@ -134,7 +134,7 @@ def allocator(_: Sizes, device: torch.device) -> CaseFigures:
     small = torch.empty(1, dtype=torch.uint8, device=device)
     granularity = gpu(device).memory_allocated(device) - before
     del small
-    _step(device)
+    _step(device, step_block)
     share = gpu(device).max_memory_reserved(device) / gpu(device).max_memory_allocated(device) - 1
     # The free bytes count all processes: no other may use the device.
     free, total = gpu(device).mem_get_info(device)
@@ -148,9 +148,9 @@ def allocator(_: Sizes, device: torch.device) -> CaseFigures:
     )
 
 
-def _step(device: torch.device) -> None:
+def _step(device: torch.device, step_block: Sizes) -> None:
     maker = Maker(device, torch.bfloat16)
-    (part,) = block(STEP_BLOCK)
+    (part,) = block(step_block)
     trial = part.make(maker)
     for _ in range(2):
         for step in trial.steps:

@@ -34,7 +34,7 @@ from parplan.costmodels.schedules.instructions import (
 )
 from parplan.executor.pipeline.messages import LeanStage
 from parplan.executor.pipeline.recompute_action import StageRecompute
-from parplan.executor.sharding.zero_units import settle_weight_gradients
+from parplan.executor.sharding.zero_units import settle_weight_gradients, weight_gradients
 from parplan.profiles.profiler.gpus import is_gpu
 
 After = Callable[[], None]
@@ -127,6 +127,14 @@ class PipelineStep(LeanStage):
             super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
         if full_backward:
             self.after_backward()
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if backward_type != "weight":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        weight_gradients(self.submod.body, self.submod.parameters(), bwd_kwargs["param_groups"])
+        return (), None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self.span_of("W", bwd_chunk_id):

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,10 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+)
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    stage_backward_weight,
 )
 from torch.distributed.tensor import DTensor
 
@@ -184,13 +189,42 @@ def gathered(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def settle_weight_gradients(body: nn.Module) -> None:
-    """Runs FSDP's end of a layer's backward pass: reduce, or accumulate in fp32 (see `begin_step`).
-
-    FSDP's own hook runs with the gradient of the layer's input, before the gradients of the weights
-    are there.
-    """
+    """Runs FSDP's end of a backward pass for the units that `weight_gradients` has not ended."""
     if isinstance(body, FSDPModule):
         body._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def weight_gradients(
+    body: nn.Module, weights: Iterable[nn.Parameter], groups: Sequence[dict[str, Any]]
+) -> None:
+    """Computes the gradients of a stage's weights, from its last FSDP unit to its first.
+
+    Each unit is reduced, or accumulates in fp32 (see `begin_step`), before the gradients of the
+    next one, so that its reduction runs beside them. FSDP's own hook runs with the gradient of the
+    unit's input, before those of the weights are there.
+
+    groups   weights whose gradients are computed together, of torch's `stage_backward_input`
+    """
+    by_node = {_get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+
+    def compute(some: Sequence[dict[str, Any]]) -> None:
+        needed = [by_node[node] for group in some for node in group["params"]]
+        stage_backward_weight(iter(needed), list(some))
+
+    left = list(groups)
+    states = body._get_fsdp_state()._state_ctx.all_states if isinstance(body, FSDPModule) else ()
+    for state in reversed(states):
+        own = {
+            _get_grad_fn_or_grad_acc(each.unsharded_param)
+            for unit in state._fsdp_param_groups
+            for each in unit.fsdp_params
+            if hasattr(each, "_unsharded_param")  # a unit that the forward pass has used
+        }
+        compute([group for group in left if not own.isdisjoint(group["params"])])
+        left = [group for group in left if own.isdisjoint(group["params"])]
+        for unit in reversed(state._fsdp_param_groups):
+            unit.post_backward()
+    compute(left)
 
 
 def reduce_gradients(body: nn.Module, units: Sequence[Unit], tp_mesh: DeviceMesh | None) -> None:

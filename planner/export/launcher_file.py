@@ -31,7 +31,8 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import KIB
 
 SUFFIXES = (".sh", ".sbatch", ".bash", ".slurm", ".yaml", ".yml", ".json", ".toml", ".py")
-_PROGRAMS = (".sh", ".sbatch", ".bash", ".slurm", ".py")
+_SCRIPTS = (".sh", ".sbatch", ".bash", ".slurm")
+_PROGRAMS = (*_SCRIPTS, ".py")
 MAX_CHARACTERS = 512 * KIB  # of a script or a configuration; those of launchers have some thousands
 _HINTS = Hints("check its name")
 _NODES = ("--nnodes", "--nodes", "trainer.num_nodes")
@@ -146,9 +147,10 @@ def read_launcher_file(path: Path, targets: Mapping[str, Target]) -> LauncherFil
     for target in owners or targets.values():
         given = _with_further(target, target.arguments(text, str(path)), path)
         known = {row.name for row in target.rows}
-        found.append((sum(each.name in known for each in given), target, given))
-    most, target, given = max(found, key=lambda each: each[0])
-    if most < _ENOUGH:
+        runs = source.suffix in _SCRIPTS and any(each in text for each in target.programs)
+        found.append((sum(each.name in known for each in given), runs, target, given))
+    most, runs, target, given = max(found, key=lambda each: each[:2])
+    if most < _ENOUGH and not runs:
         return None
     return _stated(path, target, given, text)
 

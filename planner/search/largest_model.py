@@ -21,6 +21,7 @@ from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request
 from parplan.planner.search.described_shortfall import infeasible_error
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.pareto import TIME_LIMIT, OnSearch
+from parplan.profiles.documents.ranges import LAYERS
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, PlannerError
 from parplan.profiles.models.spec import ModelEntry, ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -77,12 +78,16 @@ def members(entries: Sequence[ModelEntry]) -> ModelSizes:
 
 
 def widths(of_width: Callable[[int], ModelEntry], request: Request) -> ModelSizes:
-    """Returns models of one width, from one block to as many as all memory could hold at most."""
+    """Returns models of one width, from one block to as many as all memory could hold at most.
+
+    A model has no more than `LAYERS` blocks.
+    """
     one_block = _num_parameters(of_width(1).spec)
     per_block = _num_parameters(of_width(2).spec) - one_block
     room = _memory_bytes(request, with_hosts=True) / _least_state_bytes(request)
     most = int((room - one_block) // per_block) + 1
-    return ModelSizes(count=max(1, most), of=lambda index: of_width(index + 1))
+    count = min(max(1, most), int(LAYERS.high))
+    return ModelSizes(count=count, of=lambda index: of_width(index + 1))
 
 
 def _least_state_bytes(request: Request) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
@@ -14,9 +15,11 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
+from parplan.profiles.documents.bounded import fingerprint_of
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.interrupts import deferred_signals
 
+_DIGITS = 64  # hexadecimal digits of a SHA-256
 _WRITTEN: ContextVar[list[Path] | None] = ContextVar("written", default=None)
 
 
@@ -139,12 +142,12 @@ def _kept_beside(path: Path, target: Path, data: bytes, undo: ExitStack, hint: s
         undo.callback(target.unlink, missing_ok=True)
         return None
     try:
-        old = target.read_bytes()
-        if old == data:
+        old = _fingerprint(target)
+        if old == hashlib.sha256(data).hexdigest():
             return None
         for number in count(1):
             kept = target.with_name(f"{target.name}.{number}")
-            if kept.is_file() and kept.read_bytes() == old:
+            if kept.is_file() and _fingerprint(kept) == old:
                 undo.callback(_give_back, kept, target)
                 break
             if not os.path.lexists(kept):
@@ -154,16 +157,27 @@ def _kept_beside(path: Path, target: Path, data: bytes, undo: ExitStack, hint: s
     except OSError as error:
         reason = f"the file there cannot be kept: {error.strerror}"
         raise _unwritable(path, reason, hint) from None
+    except ConfigError as error:
+        reason = f"the file there cannot be kept: {error.message}"
+        raise _unwritable(path, reason, hint) from None
     return kept if path.is_symlink() else path.with_name(kept.name)
 
 
-def _restore(kept: Path, target: Path, old: bytes) -> None:
-    """Puts a file back under its first name, and keeps the second where the disk lets it not."""
-    with suppress(OSError):
-        if kept.read_bytes() == old:
+def _fingerprint(path: Path) -> str:
+    """Returns the SHA-256 of a file of any size, which is read in parts. Raises ConfigError."""
+    return fingerprint_of(path, _DIGITS)
+
+
+def _restore(kept: Path, target: Path, old: str) -> None:
+    """Puts a file back under its first name, and keeps the second where the disk lets it not.
+
+    old: the file's fingerprint, which tells a whole copy from a part of one
+    """
+    with suppress(OSError, ConfigError):
+        if _fingerprint(kept) == old:
             os.replace(kept, target)
-    with suppress(OSError):
-        if target.read_bytes() == old:
+    with suppress(OSError, ConfigError):
+        if _fingerprint(target) == old:
             kept.unlink(missing_ok=True)
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +15,15 @@ import yaml
 
 from benchmarks.commands.fuzzing import kinds as fuzzed
 from benchmarks.commands.fuzzing.campaign import grouped, numbers, run
+from benchmarks.commands.fuzzing.command_lines import BASES, _command_of
 from benchmarks.commands.fuzzing.consistent import problem_of
+from benchmarks.commands.fuzzing.injected import injected, obeyed
 from benchmarks.commands.fuzzing.inputs import Ended, Input, Program, Stream
 from benchmarks.commands.fuzzing.plans import edited
 from benchmarks.commands.fuzzing.seeds import CONFIGS, DESCRIBED, Seeds, shipped
 from benchmarks.commands.fuzzing.server import Server
 from benchmarks.commands.fuzzing.verdicts import judge
+from parplan.cli import main
 from parplan.planner.plan.plan import PLAN_VERSION
 from tests.helpers.cases import mostly_slow
 
@@ -187,6 +191,7 @@ TRACEBACK = (
         pytest.param(_ended(code=-11), "signal", id="segmentation-fault"),
         pytest.param(_ended(code=-9, hung=True), "hang", id="hang"),
         pytest.param(_ended(cpu_s=21.0), "slow", id="slow"),
+        pytest.param(_ended(code=-signal.SIGXCPU), "slow", id="stopped"),
         pytest.param(_ended(peak_bytes=3 * 2**30), "memory", id="memory"),
         pytest.param(
             _ended(stderr="/a/b.py:3: RuntimeWarning: overflow\n"), "warning", id="warning"
@@ -202,6 +207,46 @@ def test_a_traceback_is_grouped_by_its_last_frame():
         judge(GIVEN, _ended(code=1, stderr=TRACEBACK)).cause
         == "ValueError planner/plan/plan.py:7 read"
     )
+
+
+WROTE = {  # a file of an export, and the start of what a name wrote in it; "" for nothing
+    ("run.sh", "# a\ntorchrun 'evil; $(evil)' # evil\n"): "",
+    ("run.sh", "# a\nevil\n"): "./script: line 2: evil: command not found",
+    ("run.sh", "torchrun a > evil\n"): "it wrote ['evil', 'script']",
+    ("slurm.sbatch", "#!/bin/bash\n#SBATCH --wrap=evil\n"): "directive #SBATCH --wrap",
+    ("slurm.sbatch", "#SBATCH --job-name=a-evil --wrap=a\n"): "directive",
+    ("slurm.sbatch", "#SBATCH --job-name=a-evil\n"): "",
+    ("a.json", '{"name": ["evil"]}'): "",
+    ("a.json", '{"a": [{"evil": 1}]}'): "key evil",
+    ("a.yaml", "# evil\na: evil\n"): "",
+    ("a.yaml", "a: 1\nevil: 1\n"): "key evil",
+    ("a.yaml", "a: 1\n---\nb: 1\n"): "a second document",
+    ("a.py", "# evil\nname = 'evil'\n"): "",
+    ("a.py", "import evil\n"): "alias.name",
+    ("a.html", "<p title='evil'>evil</p>"): "",
+    ("a.html", "<evil>"): "tag evil",
+}
+
+
+@pytest.mark.parametrize("file", WROTE)
+def test_a_line_that_a_name_wrote_is_found_in_every_language(file):
+    name, text = file
+
+    wrote = injected(name, text.encode())
+
+    assert wrote.startswith(WROTE[file])
+    assert bool(wrote) is bool(WROTE[file])
+
+
+def test_a_character_that_a_terminal_obeys_is_found():
+    assert obeyed("plain \u00e9\n\ttext\r\n") == ""
+    assert obeyed("a\x1b[2J") == "U+001B"
+
+
+def test_a_command_gets_its_own_options():
+    commands = {_command_of(base.split()).name for base in BASES}
+
+    assert commands == {"plan", *main.names} - {"check", "doctor", "tokenize"}
 
 
 # The causes that broke every reader of YAML or JSON: a text, where a number belongs

@@ -87,6 +87,15 @@ def test_files_of_nobody_are_refused(tmp_path):
     assert "no arguments of a launcher" in fail(2, "read", f"{tmp_path}/other.sh")
 
 
+@pytest.mark.parametrize("arguments", ["", "--num-layers 4", "--tensor-model-parallel-size 2"])
+def test_a_script_with_few_arguments_is_known_by_its_program(arguments, tmp_path):
+    (tmp_path / "run.sh").write_text(f"torchrun pretrain_gpt.py {arguments}\n")
+
+    said = fail(2, "read", f"{tmp_path}/run.sh", "--gpus", "2", "--gpu", "a100-80gb")
+
+    assert re.search(r"run\.sh: --\S+ is not among its arguments", said)
+
+
 @pytest.mark.parametrize("command", ["read", "check", "show", "compare"])
 def test_a_script_of_no_launcher_is_an_error_that_says_what_is_read(command, tmp_path):
     (tmp_path / "run.sh").write_text("python serve.py --port 80\n")

@@ -10,6 +10,7 @@ import re
 import shlex
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,13 +108,9 @@ def _run_part(
                     else:
                         on_done(Result(given=given, ended=ended, verdict=judge(given, ended)))
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(jobs, len(part)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if not left.empty():
-        raise RuntimeError(f"the servers ended with {left.qsize()} inputs left")
+    with ThreadPoolExecutor(min(jobs, len(part))) as pool:
+        for worker in [pool.submit(work) for _ in range(min(jobs, len(part)))]:
+            worker.result()
     return hung
 
 

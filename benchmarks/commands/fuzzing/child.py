@@ -23,6 +23,7 @@ from benchmarks.commands.fuzzing.contained import contain
 from benchmarks.commands.fuzzing.inputs import Input, Program, Stream
 
 MEMORY_BYTES = 6 * 2**30
+CPU_S = 20
 FILE_BYTES = 2**30  # the largest file that an input may write
 LOST = 120  # Python's exit code if it cannot write standard output at its end
 BROKEN = 99  # the fuzzer's own fault
@@ -47,10 +48,12 @@ def _prepare(given: Input, folder: Path, logs: Path, stack: IO[str], dump_s: flo
     os.chdir(folder)
     _forget_the_server()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 2))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(stack)
     faulthandler.dump_traceback_later(dump_s, file=stack)
+    faulthandler.register(signal.SIGXCPU, file=stack, chain=True)  # the signal then ends it
     _environment(given, folder)
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     os.dup2(sys.stdin.fileno(), 0)

@@ -17,6 +17,7 @@ import click
 from benchmarks.commands.fuzzing.inputs import Program
 from benchmarks.commands.fuzzing.seeds import NCCL, SCHEDULES, Seeds, measured_steps
 from benchmarks.commands.fuzzing.values import LONG, NAMES
+from tests.helpers import launcher_scripts, run_logs
 
 NEEDS = ("plan-pp2-tp2", "plan-chunks", "profile")
 TINY = "--model gpt-tiny --gpus 2 --gpu cpu"
@@ -36,23 +37,34 @@ BASES: tuple[str, ...] = (
     "compare plan.yaml",
     f"compare {TINY} --time-limit 1",
     "show plan.yaml",
-    "show plan.yaml --chunks",
     "show chunks.yaml --chunks",
     "trace plan.yaml -o out.json",
     "validate --steps steps.csv",
-    "max-model --hidden 64 --gpus 1 --gpu cpu --offload none --time-limit 1",
+    "max-model --hidden 1024 --gpus 1 --gpu cpu --offload none --time-limit 1",
     "models",
     "clusters",
     "stacks",
     "schema",
+    f"schemes {TINY}",
+    "completion bash",
+    "diff plan.yaml chunks.yaml",
+    "export plan.yaml --to fsdp2 -o folder --force",
+    "read ds.json --model gpt-tiny --gpus 8 --gpu a100-80gb --seq-length 64",
+    "import a.log --gpu a100-80gb -o out.csv",
+    "calibrate a.log --plan plan.yaml -o out.yaml",
+    "report plan.yaml -o out.html",
+    "init --no-ask --no-look --gpu h100-80gb out.yaml",
+    f"sweep {TINY} --tp 1,2 --time-limit 1 -o out.yaml",
+    "size --model gpt-tiny --gpu cpu --tokens 1M --days 1",
     "profile --show h.yaml",
     "profile --diff h.yaml h.yaml",
     "profile --nccl-tests nccl.txt -o h.yaml",
     (
         "estimate --model gpt-tiny --gpus 2 --gpu cpu --pp 2 --global-batch-size 4 "
-        "--schedule-file lists.csv"
+        "--schedule-file lists.csv --stack parplan"
     ),
 )
+KEPT = ("--time-limit", "--version")
 MEASURES_NOT = {
     "--show",
     "--diff",
@@ -200,7 +212,7 @@ def make_executor(chance: Random, seeds: Seeds) -> Mapping[str, object]:
         "check plan.yaml" if checks else "plan.yaml --steps 1 --timeout 5 --no-record"
     )
     command = (
-        _main().commands["check"]
+        _command_of(arguments)
         if checks
         else importlib.import_module("parplan.executor.__main__").main
     )
@@ -224,6 +236,8 @@ def _files(seeds: Seeds) -> Mapping[str, bytes]:
         "steps.csv": measured_steps(),
         "nccl.txt": NCCL,
         "lists.csv": SCHEDULES[0][1],
+        "ds.json": launcher_scripts.DEEPSPEED_JSON.encode(),
+        "a.log": run_logs.megatron_log(dict.fromkeys(range(1, 21), 2_000.0)).encode(),
     }
 
 
@@ -238,8 +252,9 @@ def _main() -> Any:
 
 
 def _command_of(arguments: list[str]) -> click.Command:
+    """Return the command that the arguments begin with, or the group of all commands."""
     group = _main()
-    return group.commands.get(arguments[0], group)  # type: ignore[no-any-return]
+    return group.get_command(click.Context(group), arguments[0]) or group
 
 
 def _changed(arguments: list[str], command: click.Command, chance: Random) -> list[str]:
@@ -249,7 +264,7 @@ def _changed(arguments: list[str], command: click.Command, chance: Random) -> li
     options = [
         param
         for param in command.params
-        if isinstance(param, click.Option) and param.opts[0] not in ("--time-limit", "--version")
+        if isinstance(param, click.Option) and param.opts[0] not in KEPT and not _is_length(param)
     ]
     if how < 0.12 and len(arguments) > 3:
         place = chance.randrange(len(arguments))
@@ -264,6 +279,11 @@ def _changed(arguments: list[str], command: click.Command, chance: Random) -> li
             chance.choice((*NAMES, "--unknown", "--model", "-o", "--", "-h", "--help")),
         ]
     return _with_option(arguments, chance.choice(options), chance)
+
+
+def _is_length(option: click.Option) -> bool:
+    """Tell that an option is the length of a run, which may be as long as anybody asks for."""
+    return option.opts[0] == "--steps" and isinstance(option.type, click.types.IntParamType)
 
 
 def _odd(arguments: list[str], chance: Random) -> list[str]:

@@ -39,6 +39,7 @@ class Input:
     encoding      encoding of standard output
     interrupt_s   the time of SIGINT
     inconsistent  the inconsistency of the plan's parts, for which exit code 0 is wrong; "" without
+    outputs       files, and folders of files, that are judged
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Input:
     encoding: str = "utf-8"
     interrupt_s: float | None = None
     inconsistent: str = ""
+    outputs: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from random import Random
 
 import yaml
 
-from benchmarks.commands.fuzzing import command_lines, foreign_files, surroundings
+from benchmarks.commands.fuzzing import command_lines, foreign_files, injected, surroundings
 from benchmarks.commands.fuzzing.consistent import problem_of
 from benchmarks.commands.fuzzing.inputs import Input, Program
 from benchmarks.commands.fuzzing.mutations import bytes_mutated, json_mutated, yaml_mutated
@@ -414,15 +414,15 @@ def _schedule_csv(chance: Random, _: Seeds) -> Mapping[str, object]:
     commands = (
         (
             f"estimate --model gpt-tiny --gpus {pp} --gpu cpu --pp {pp} "
-            "--global-batch-size 4 --schedule-file s.csv"
+            "--global-batch-size 4 --schedule-file s.csv --stack parplan"
         ),
         (
             f"estimate --model gpt-tiny --gpus 4 --gpu cpu --pp {pp} --global-batch-size "
-            "8 --schedule-file s.csv -o p.yaml"
+            "8 --schedule-file s.csv --stack parplan -o p.yaml"
         ),
         (
             f"estimate --model gpt-tiny --gpus {pp} --gpu cpu --pp {pp} "
-            "--global-batch-size 4 --schedule-file s.csv --recompute full --zero 1"
+            "--global-batch-size 4 --schedule-file s.csv --stack parplan --recompute full --zero 1"
         ),
     )
     return _read_by(commands, "s.csv", bytes_mutated(content, chance), chance)
@@ -497,6 +497,7 @@ KINDS: tuple[Kind, ...] = (
         Kind(name=name, weight=weight, make=make, needs=needs)
         for name, (weight, make, needs) in foreign_files.MAKERS.items()
     ),
+    Kind(name="hostile-name", weight=500, make=injected.make, needs=injected.NEEDS),
     Kind(name="command-line", weight=1400, make=command_lines.make, needs=command_lines.NEEDS),
     Kind(name="surroundings", weight=300, make=surroundings.make, needs=surroundings.NEEDS),
     Kind(name="plan-torch", weight=200, make=_plan_torch, needs=_TORCH_PLANS, torch=True),

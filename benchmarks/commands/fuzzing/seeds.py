@@ -331,8 +331,16 @@ def _comm_file() -> bytes:
     return yaml.safe_dump(document(file), sort_keys=False, width=120).encode()
 
 
+_EXPORTED = "estimate --model gpt-tiny --gpus 8 --gpu a100-80gb --global-batch-size 8"
 RECIPES: Mapping[str, Recipe] = {
     **DESCRIBED,
+    "plan-exported": Recipe(
+        command=f"{_EXPORTED} --dp 8 --zero 3 --stack torchtitan -o plan.yaml", output="plan.yaml"
+    ),
+    "plan-exported-pp": Recipe(
+        command=f"{_EXPORTED} --dp 2 --tp 2 --pp 2 --stack megatron-core -o plan.yaml",
+        output="plan.yaml",
+    ),
     **TRACED_PLANS,
     "run": Recipe(
         command="plan.yaml --steps 4 --run-json run.json",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
+from benchmarks.commands.fuzzing.injected import injected, obeyed
 from benchmarks.commands.fuzzing.inputs import Ended, Input, Program, Stream
 
 FINE = (0, 2, 3, 4, 5, 130)
@@ -46,6 +48,7 @@ def judge(given: Input, ended: Ended) -> Verdict:
         _code(given, ended),
         _errors(given, ended),
         _silent(given, ended),
+        _written(given, ended),
     ):
         if failure:
             return Verdict(failure=failure, cause=cause)
@@ -61,6 +64,8 @@ def _starting(ended: Ended) -> bool:
 def _death(ended: Ended) -> tuple[str, str]:
     if ended.hung:
         return "hang", _innermost(ended.stack, "no frame")
+    if ended.code in (-signal.SIGXCPU, -signal.SIGKILL):  # at the limit of CPU seconds
+        return "slow", _innermost(ended.stack, "no frame")
     if ended.code < 0 and -ended.code not in (signal.SIGINT, signal.SIGPIPE):
         return (
             "signal",
@@ -125,6 +130,18 @@ def _silent(given: Input, ended: Ended) -> tuple[str, str]:
         return "inconsistent", f"{_command(given)}: {_normal(given.inconsistent)}"
     if ended.code == 0 and given.stdout is Stream.FULL and "--help" not in given.arguments:
         return "lost output", _command(given)
+    return "", ""
+
+
+def _written(given: Input, ended: Ended) -> tuple[str, str]:
+    """Check that no name wrote a line of a file, or a control character for the terminal."""
+    for name, content in ended.files.items() if given.outputs else ():
+        wrong = injected(name, content)
+        if wrong:
+            return "injected", f"{_command(given)} {Path(name).suffix}: {_normal(wrong)}"
+    if given.outputs:
+        sign = obeyed(ended.stdout + ended.stderr)
+        return ("control", f"{_command(given)}: {sign}") if sign else ("", "")
     return "", ""
 
 

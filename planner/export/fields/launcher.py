@@ -56,6 +56,8 @@ class Target:
     harmless     arguments that leave time and memory as they are; a name that neither the rows nor
                  these tables have is an error where it touches a subject of `subjects.py`
     owns         whether a text is surely a file of this launcher, and of no other
+    programs     names of its programs, by which a script with few arguments is known
+    wrapper      the program around it that the file is of, "" for its own file
     remarks      sentences about arguments that are priced as others, of a plan with its price
     source       repository and commit or release that the table was read in
     """
@@ -82,6 +84,8 @@ class Target:
     layered: bool = False
     harmless: tuple[Harmless, ...] = ()
     owns: Callable[[str], bool] = lambda _: False
+    programs: tuple[str, ...] = ()
+    wrapper: str = ""
 
 
 def require_plain(model: ModelSpec, training: TrainingSpec, target: Target) -> None:

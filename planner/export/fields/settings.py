@@ -162,7 +162,7 @@ def settings_of(plan: Plan) -> Settings:
     return Settings(
         blocks=stage_blocks(plan),
         zero=block.zero,
-        zero_ranks=block.zero_ranks,
+        zero_ranks=block.zero_ranks if block.highest_zero else None,  # else it says nothing
         states_on_host=Offload.STATES in block.offload,
         **layout_facts(layout_of(plan), plan.model, plan.cluster),
         **model_facts(plan.model),

@@ -30,8 +30,6 @@ def require_priced(target: Target, given: Iterable[Given]) -> None:
             f"{first.where}: {first.name} changes the step and has no price{more}",
             hint="take it out to price the rest" if not more else "take them out to price the rest",
         )
-    if not target.harmless:  # its names are not told apart
-        return
     unknown = [(each, subject_of(each.name)) for each in not_understood(target, given)]
     touching = [(each, subject) for each, subject in unknown if _may_change(each, subject)]
     if touching:
@@ -61,7 +59,8 @@ def _unknown(target: Target, touching: list[tuple[Given, Subject | None]]) -> Co
     alike = known.get(_letters(first.name))
     more = _and_more(others)
     words = " ".join((first.name, *first.words[:1]))
-    text = f"{first.where}: {words}: {target.name}'s reader does not know it, and by its name it is"
+    reader = target.wrapper or target.name
+    text = f"{first.where}: {words}: {reader}'s reader does not know it, and by its name it is"
     if alike is not None:
         hint = f"write {alike}"
     else:

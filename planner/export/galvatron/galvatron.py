@@ -14,6 +14,7 @@ from parplan.planner.export.files.nested_file import json_text, nested_arguments
 from parplan.planner.export.files.quoting import shell_word
 from parplan.planner.export.files.script import script, torchrun_lines
 from parplan.planner.export.files.shell_words import shell_arguments
+from parplan.planner.export.galvatron.galvatron_harmless import HARMLESS
 from parplan.planner.export.galvatron.galvatron_layers import (
     FILE_ROWS,
     LISTS,
@@ -101,5 +102,6 @@ GALVATRON = Target(
     further=further,
     layered=True,
     refused=(),
+    harmless=HARMLESS,
     source="Hetu-Galvatron 2.4.1, PKU-DAIR/Hetu-Galvatron at cea12ff",
 )

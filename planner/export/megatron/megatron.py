@@ -146,6 +146,7 @@ MEGATRON = Target(
     model=read_model,
     refused=REFUSED,
     harmless=HARMLESS,
+    programs=("pretrain_gpt.py",),
     remarks=remarks,
     switches=SWITCHES,
     require_model=require_model,

@@ -166,7 +166,7 @@ def _of_example(text: str, file: Path) -> tuple[Given, ...]:
     name = named[1].removesuffix(".yaml") if named else f"megatron_{started[1]}_config"
     path = _above(file, f"{_EXAMPLES}/{name}.yaml")
     if path is not None:
-        return interpolated(nested_arguments(path.read_text(encoding="utf-8"), str(path)))
+        return interpolated(nested_arguments(read_text(path, hints=_HINTS, lossy=True), str(path)))
     if name not in EXAMPLES:
         raise _missing(file, f"the configuration {name}")
     return tuple(Given(key, (word,), f"{name}.yaml") for key, word in EXAMPLES[name].items())

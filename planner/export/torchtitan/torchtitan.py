@@ -155,6 +155,7 @@ TORCHTITAN = Target(
     model=read_model,
     refused=REFUSED,
     harmless=HARMLESS,
+    programs=("torchtitan.train", "torchtitan/train.py"),
     owns=lambda text: _OWN_TOML.search(text) is not None,
     require_model=require_model,
     source="torchtitan 0.3.0",

@@ -113,6 +113,7 @@ def run_by(wrapper: Wrapper, launcher: Target) -> Target:
         harmless=(*launcher.harmless, *wrapper.harmless),
         source=f"{wrapper.source}, {launcher.source}",
         further=None,
+        wrapper="" if wrapper is PLAIN else wrapper.name,
     )
 
 

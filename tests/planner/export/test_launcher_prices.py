@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parplan.planner.export.exported import export_plan
@@ -26,6 +28,16 @@ def test_a_plan_at_a_launcher_has_the_price_of_its_export():
         one.configured.price.step_s / one.plan.price.step_s - 1
     )
     assert prices["torchtitan"].refused.startswith("torchtitan has no configuration of gpt-2.5b")
+
+
+def test_ranks_that_share_states_say_nothing_where_no_states_are_shared():
+    plan = laid_out(dp=2, zero=0)
+    of_ranks = {key: replace(each, zero_ranks=5) for key, each in plan.layer_plans.items()}
+    targets = (TARGETS["accelerate"],)
+
+    prices = launcher_prices(replace(plan, layer_plans=of_ranks), targets)
+
+    assert prices == launcher_prices(plan, targets)
 
 
 def test_the_lines_say_runs_first_and_refusals_below():

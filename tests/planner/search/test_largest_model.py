@@ -25,6 +25,7 @@ from parplan.planner.search.largest_model import (
     members,
     widths,
 )
+from parplan.profiles.documents.ranges import LAYERS
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.families import ModelFamily, parse_family
@@ -137,6 +138,13 @@ def test_between_members_the_most_blocks_of_a_width_are_found_and_only_legal_num
     )  # 4 equal chunks, or ends that count
     assert row.next_name in (f"own-h192-l{blocks + 2}", f"own-h192-l{blocks + 4}")
     assert sizes.count > blocks
+
+
+def test_a_narrow_model_has_at_most_the_blocks_that_a_model_may_have():
+    request = asking()
+    sizes = widths(lambda blocks: family().of_width(8, blocks), request)
+
+    assert sizes.of(sizes.count - 1).spec.num_layers == LAYERS.high
 
 
 def test_what_one_copy_of_the_states_outgrows_is_not_searched():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import os
+import re
 
 import pytest
 
@@ -13,6 +15,58 @@ from parplan.profiles.documents.bounded import Hints, lines_of, read_lines, star
 from parplan.profiles.documents.tables import rows_of, table_of
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.traces.trace_files import is_trace, read_traces
+from tests.helpers.documented import ROOT
+
+# modules that read files without profiles/documents/bounded.py, with the files
+OWN_READS = {
+    "executor/checkpoint/folder.py": "a checkpoint, whose sizes its manifest has",
+    "executor/data/tokens.py": "texts to tokenize, in parts",
+    "executor/doctor/doctor_rank.py": "its own journal",
+    "executor/doctor/gpu_places.py": "the program's own modules",
+    "executor/doctor/worlds.py": "its own journal",
+    "executor/measuring/machine_figures.py": "/proc",
+    "executor/measuring/operands.py": "/proc and /sys",
+    "executor/watch/run_recorder.py": "/proc",
+    "planner/solver.py": "the solver's own files",
+    "profiles/build/aiconfigurator_rows.py": "its own tables",
+    "profiles/documents/bounded.py": "the way in",
+    "profiles/documents/files.py": "its own temporary files",
+    "profiles/documents/packaged_configs.py": "shipped files",
+    "profiles/machines/curve_fitting.py": "shipped tables",
+    "profiles/machines/deviations.py": "a shipped table",
+    "profiles/models/module_trust.py": "the records of installed packages",
+    "profiles/profiler/environment.py": "/proc and /sys",
+    "profiles/profiler/journal.py": "its own journal, bounded there",
+    "profiles/profiler/worker.py": "/sys",
+    "profiles/standard_streams.py": "the null device",
+    "report/page/chart_library.py": "the cache of this user",
+    "report/page/html_page.py": "shipped files",
+}
+READS = {"read_text", "read_bytes", "open"}
+CALL = re.compile(r"\b(read_text|read_bytes|open)\(")
+
+
+def reads(tree: ast.AST) -> bool:
+    """True for a module that opens a file by a method of its path or by the function `open`."""
+    called = [each.func for each in ast.walk(tree) if isinstance(each, ast.Call)]
+    return any(
+        (isinstance(each, ast.Attribute) and each.attr in READS and not of_os(each.value))
+        or (isinstance(each, ast.Name) and each.id == "open")
+        for each in called
+    )
+
+
+def of_os(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("os", "gzip")
+
+
+def test_every_module_reads_files_of_others_through_the_one_way_in():
+    rooms = ("commands", "report", "executor", "planner", "costmodels", "profiles")
+    paths = (path for room in rooms for path in (ROOT / room).rglob("*.py"))
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    found = {name for name, text in texts.items() if CALL.search(text) and reads(ast.parse(text))}
+
+    assert found == OWN_READS.keys()
 
 
 def test_a_line_is_cut_and_the_next_one_is_whole(tmp_path):

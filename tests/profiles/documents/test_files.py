@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,20 @@ def test_a_result_keeps_each_older_file_of_its_name_once(tmp_path):
     assert write_result("b", path, hint="") == tmp_path / "plan.yaml.1"
     held = {each.name: each.read_text() for each in tmp_path.iterdir()}
     assert held == {"plan.yaml": "b", "plan.yaml.1": "a", "plan.yaml.2": "b"}
+
+
+def test_an_older_file_of_any_size_is_kept_and_no_more_than_a_part_of_it_is_in_memory(tmp_path):
+    path, num_bytes = tmp_path / "plan.yaml", 64 * 2**20
+    path.touch()
+    os.truncate(path, num_bytes)
+
+    tracemalloc.start()
+    kept = write_result("new", path, hint="")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert (kept, kept and kept.stat().st_size) == (tmp_path / "plan.yaml.1", num_bytes)
+    assert peak_bytes < num_bytes / 8
 
 
 def full_at(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:

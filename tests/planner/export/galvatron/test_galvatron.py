@@ -114,3 +114,21 @@ def test_blocks_of_unlike_degrees_are_refused(tmp_path):
 def test_a_strategy_of_another_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="dp_types_enc has 30 blocks, the model has 32"):
         read(tmp_path, dp_types_enc=",".join(["1"] * 29 + ["0"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"), [("train.lr=1e-4", ""), ("parallel.use_ulysses=true", "parallelism")]
+)
+def test_an_override_is_harmless_by_its_table_or_refused_by_its_name(override, refused, tmp_path):
+    (tmp_path / "galvatron.json").write_text(json.dumps(PUBLISHED | {"vtp": 1}))
+    path = tmp_path / "galvatron.sh"
+    path.write_text(
+        "torchrun train_dist.py train_dist.yaml "
+        f"runtime.parallel.galvatron_config_path=./galvatron.json runtime.{override}\n"
+    )
+
+    if refused:
+        with pytest.raises(ConfigError, match=f"use_ulysses true: galvatron's .* about {refused}"):
+            read_launcher_file(path, TARGETS)
+    else:
+        assert read_launcher_file(path, TARGETS).not_understood == ()

@@ -437,7 +437,7 @@ LLAMA_FACTORY_ROWS = {
     "liger": one(f"{LLAMA_FACTORY}enable_liger_kernel: true\n", refused="enable_liger_kernel"),
     "fp8": one(f"{LLAMA_FACTORY}fp8: true\n", refused="fp8"),
     "unknown-of-a-subject": one(
-        f"{LLAMA_FACTORY}ulysses_degree: 4\n", refused="ulysses_degree.*parallelism"
+        f"{LLAMA_FACTORY}ulysses_degree: 4\n", refused="4: LLaMA-Factory's reader.*parallelism"
     ),
     "new-format": one(
         "model: Qwen/Qwen3-0.6B\ndist_config:\n  name: fsdp2\ncutoff_len: 2048\n"
@@ -773,7 +773,8 @@ TRAINER_ROWS = {
         refused="auto_wrap_policy",
     ),
     "unknown-of-a-subject": one(
-        f"{TRAINER}max_length: 4096\nring_attention_size: 4\n", refused="ring_attention_size"
+        f"{TRAINER}max_length: 4096\nring_attention_size: 4\n",
+        refused="ring_attention_size 4: huggingface's reader",
     ),
 }
 DEEPSPEED = (
