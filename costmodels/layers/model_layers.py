@@ -160,10 +160,6 @@ class ModelLayers(ABC):
     def flops_per_sequence(self) -> int:
         """Forward and backward model FLOPs of a sequence, without recompute (EQUATIONS K4)."""
 
-    def may_shard(self, kind: LayerKey, sharding: Sharding) -> bool:
-        """True if ZeRO can shard the states of a layer beside the division of `sharding`."""
-        return True
-
     def own_sharding(self, kind: LayerKey, sharding: Sharding) -> Sharding:
         """Returns the sharding of a layer in a layout with `sharding`."""
         return next((own for end, own in self.ends if end is kind), sharding)

@@ -243,7 +243,7 @@ class Checkpoints:
         return {"loss_scale": self.trainer.scale.states} if self.trainer.scale is not None else {}
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> Tensors:
-        return training_tensors(parameters, self.trainer.optimizer)
+        return training_tensors(parameters, self.trainer.optimizer, self.trainer.strips)
 
     def _on_rank_0(self, find: Callable[[], Any]) -> Any:
         """Calls `find` on rank 0; returns its result or raises its PlannerError on every rank."""

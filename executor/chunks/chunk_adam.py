@@ -9,7 +9,7 @@ written from the master where that is, and come to the device by the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from parplan.executor.chunks.chunk import Chunk, ChunkedParameter
 from parplan.executor.chunks.chunk_buffers import ByteClass
 from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.run_options import Options
-from parplan.executor.sharding.tensor_boxes import Box, Boxes, boxes_of
+from parplan.executor.sharding.tensor_boxes import Box, Boxes, Strips, boxes_of
 
 EPSILON = 1e-8  # torch.optim.AdamW's default, as for the parameters outside of chunks
 
@@ -45,11 +45,16 @@ class _OwnedStates:
 
 
 class ChunkAdam:
-    """The optimizer of the parameters in a rank's chunks."""
+    """The optimizer of the parameters in a rank's chunks.
 
-    def __init__(self, manager: ChunkManager, options: Options) -> None:
+    strips   by name, of parameters that are several matrices each
+    """
+
+    def __init__(
+        self, manager: ChunkManager, options: Options, strips: Mapping[str, Strips]
+    ) -> None:
         self.manager = manager
-        self._options = options
+        self._options, self._strips = options, strips
         self._owned = [(chunk, tuple(_owned(chunk))) for chunk in manager.chunks]
         self._cast: Tensor | None = None  # the gradients of one chunk of the host in fp32
 
@@ -141,12 +146,28 @@ class ChunkAdam:
         for each in states:
             name, place = each.place.name, each.place
             optimizer[f"{name}.step"] = each.step
-            optimizer[f"{name}.exp_avg"] = _named(place, each.moments[0])
-            optimizer[f"{name}.exp_avg_sq"] = _named(place, each.moments[1])
+            optimizer[f"{name}.exp_avg"] = self._named(place, each.moments[0])
+            optimizer[f"{name}.exp_avg_sq"] = self._named(place, each.moments[1])
         return {
-            "model": {each.place.name: _named(each.place, each.master) for each in states},
+            "model": {each.place.name: self._named(each.place, each.master) for each in states},
             "optimizer": optimizer,
         }
+
+    def _named(self, place: ChunkedParameter, part: Tensor) -> Tensor:
+        """Returns this rank's [elements] in the form of a checkpoint.
+
+        A whole parameter is placed as such. A part of one is in boxes, as are several matrices.
+        """
+        strips = self._strips.get(place.name)
+        if strips is not None or place.owned.count < place.shape.numel():
+            return _in_boxes(place, part, strips)
+        part = part.view(place.shape)
+        # torch's stager takes a DTensor with an offset for a plain tensor
+        whole = place.placed(part.as_strided(part.shape, part.stride(), 0))
+        if not isinstance(whole, DTensor):
+            return part
+        whole._local_tensor = part
+        return whole
 
     def settle(self) -> None:
         """Rewrites the parameters from their masters after a load."""
@@ -167,23 +188,7 @@ def _owned(chunk: Chunk) -> Iterator[_OwnedStates]:
         yield _OwnedStates(place, view(chunk.master), tuple(map(view, chunk.moments)), step)
 
 
-def _named(place: ChunkedParameter, part: Tensor) -> Tensor:
-    """Returns this rank's [elements] in the form of a checkpoint.
-
-    A whole parameter is placed as such; a part of one is in boxes.
-    """
-    if place.owned.count < place.shape.numel():
-        return _in_boxes(place, part)
-    part = part.view(place.shape)
-    # torch's stager takes a DTensor with an offset for a plain tensor
-    whole = place.placed(part.as_strided(part.shape, part.stride(), 0))
-    if not isinstance(whole, DTensor):
-        return part
-    whole._local_tensor = part
-    return whole
-
-
-def _in_boxes(place: ChunkedParameter, part: Tensor) -> Boxes:
+def _in_boxes(place: ChunkedParameter, part: Tensor, strips: Strips | None) -> Boxes:
     """Returns `part` of a parameter, whose rest other ranks have, as boxes of the whole."""
     parameter = place.parameter
     begin, shape = (0,) * len(place.shape), place.shape
@@ -197,7 +202,7 @@ def _in_boxes(place: ChunkedParameter, part: Tensor) -> Boxes:
         Box(tuple(map(sum, zip(begin, box.offset, strict=True))), box.shape)
         for box in boxes_of(place.shape, place.owned.first, last)
     )
-    return Boxes(part, shape, boxes)
+    return Boxes(part, shape, boxes, strips)
 
 
 def _decays(place: ChunkedParameter) -> bool:

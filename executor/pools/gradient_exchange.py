@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from parplan.executor.pools.gradient_rounds import Piece, Round, elements_of, rounds_of
 from parplan.executor.pools.joined_ranks import JoinedRanks
-from parplan.executor.sharding.tensor_boxes import Box, Boxes, checkpointed
+from parplan.executor.sharding.tensor_boxes import Box
 from parplan.executor.tensors import part
 
 
@@ -101,13 +101,9 @@ class GradientExchange:
 
 def parts_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """Yields the boxes of a tensor that this rank holds, with views of them; a number is [1]."""
-    held = checkpointed(tensor)
-    if isinstance(held, Boxes):
-        chunks, views = held.__create_chunk_list__(), [view for _, view in held.parts()]
-    elif isinstance(held, DTensor):
-        chunks, views = held.__create_chunk_list__(), [part(held)]  # type: ignore[attr-defined]
-    else:
-        yield Box((0,) * max(1, held.ndim), tuple(held.shape) or (1,)), held.view(held.shape or 1)
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape) or (1,)
+        yield Box((0,) * len(shape), shape), tensor.view(shape)
         return
-    for chunk, view in zip(chunks, views, strict=True):
-        yield Box(tuple(chunk.offsets), tuple(chunk.sizes)), view
+    for chunk in tensor.__create_chunk_list__():  # type: ignore[attr-defined]
+        yield Box(tuple(chunk.offsets), tuple(chunk.sizes)), part(tensor)

@@ -22,8 +22,8 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from parplan.executor.sharding.tensor_boxes import Strips
 from parplan.planner.plan.traced_plan import ShardPlan, SplitPlan, TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.tracing.divisible import Divisible, outputs_of
@@ -38,19 +38,13 @@ class Part:
     outer: int
     size: int
 
-    @property
-    def placement(self) -> Placement:
-        """The placement of a parameter that is divided so."""
-        return (
-            Shard(self.dim) if self.outer == 1 else _StridedShard(self.dim, split_factor=self.outer)
-        )
-
 
 class Division:
     """The factors by which the calls of `program` are divided over the ranks of `mesh`.
 
     factors     by call that the plan names, its factor
     parameters  by name, the part of a parameter on a rank; None where every rank has all of it
+    strips      by name, of parameters that are several matrices each
     """
 
     def __init__(self, plan: TracedPlan, program: Program, mesh: DeviceMesh) -> None:
@@ -65,6 +59,11 @@ class Division:
             node.target: self._parameter_part(node)
             for node in program.graph.nodes
             if node.meta.get("origin") == PARAMETER
+        }
+        self.strips = {
+            name: Strips(part.dim, part.outer, mesh.size())
+            for name, part in self.parameters.items()
+            if part is not None and part.outer > 1
         }
 
     @property
@@ -102,18 +101,14 @@ class Division:
         outputs = list(outputs_of(node))
         return bool(outputs) and all(self.part(each, factor) is not None for each in outputs)
 
-    def placed(self, name: str, parameter: nn.Parameter, zero: int) -> nn.Parameter:
-        """The parameter as a DTensor. Raises ConfigError for a part that ZeRO cannot shard."""
-        part = self.parameters[name]
-        if part is not None and part.outer > 1 and zero:
-            raise ConfigError(
-                f"stages: {name} is {part.outer} matrices in one, each divided over tp, in a stage "
-                f"with zero {zero}",
-                hint="use zero 0 for this stage",
-            )
-        placement = Replicate() if part is None else part.placement
+    def placed(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter as a DTensor; several matrices in one are in the order of the ranks."""
+        part, value = self.parameters[name], parameter.data
+        if name in self.strips:
+            value = self.strips[name].by_rank(value)
+        placement = Replicate() if part is None else Shard(part.dim)
         # src_data_rank=None: every rank made the same values, so nothing is broadcast
-        placed = distribute_tensor(parameter.data, self.mesh, [placement], src_data_rank=None)
+        placed = distribute_tensor(value, self.mesh, [placement], src_data_rank=None)
         return nn.Parameter(placed, parameter.requires_grad)
 
     def _factor(self, node: fx.Node, shard: ShardPlan, split: SplitPlan) -> int:

@@ -97,21 +97,25 @@ def train_traced(plan: TracedPlan, schedules: Sequence[RankChunks] = ()) -> Resu
 
 
 def whole_traced_gradients(trainer: TracedTrainer) -> dict[str, Tensor]:
-    """Returns the gradients of this rank, gathered over its data-parallel ranks.
+    """Returns the gradients of this rank, gathered over its data and tensor parallel ranks.
 
-    The keys are the names in the user's module.
+    The keys are the names in the user's module, and several matrices in one are in its order.
     """
-    chunks = trainer.pipeline.chunks
+    chunks, strips = trainer.pipeline.chunks, trainer.strips
     gradients = {
         name: parameter.grad
         for stage in trainer.pipeline.stages
         for name, parameter in stage.named()
         if not trainer.pipeline.in_chunks(parameter)
     }
-    return {
+    whole = {
         name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
         for name, gradient in (gradients | (chunks.gradients() if chunks else {})).items()
         if gradient is not None
+    }
+    return {
+        name: strips[name].by_matrix(gradient) if name in strips else gradient
+        for name, gradient in whole.items()
     }
 
 

@@ -9,7 +9,7 @@ number of micro-batches of the global batch, so that all reductions are sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from parplan.executor.pipeline.runtime import (
 )
 from parplan.executor.placed_layers import action_rows
 from parplan.executor.sharding.rank_place import RankPlace
+from parplan.executor.sharding.tensor_boxes import Strips
 from parplan.executor.traced.division import Division
 from parplan.executor.traced.program_cut import StageCut, cut_program
 from parplan.executor.traced.shared_parameters import (
@@ -65,6 +66,7 @@ class TracedPipeline:
     copies   the names of parameters that several stages hold, with the indices of those stages
     shared   this rank's copies of such parameters
     chunks   hold the states of shards, if they lie in chunks
+    strips   by name, of parameters that are several matrices each
     """
 
     stages: tuple[TracedStage, ...]
@@ -75,6 +77,7 @@ class TracedPipeline:
     span: Span = no_span
     steps: tuple[PipelineStep, ...] = ()
     chunks: ChunkManager | None = None
+    strips: Mapping[str, Strips] = field(default_factory=dict)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -146,11 +149,8 @@ def build_traced_pipeline(
     here = [k for k, stage in enumerate(plan.stages) if stage.rank == ranks.coordinate("pp")]
     tp_mesh = ranks.tp_mesh
     chunks = None if schedule is None else _chunk_manager(plan, schedule, ranks)
-    setting = StageSetting(
-        ranks=ranks,
-        division=None if tp_mesh is None else Division(plan, program, tp_mesh),
-        chunks=chunks,
-    )
+    division = None if tp_mesh is None else Division(plan, program, tp_mesh)
+    setting = StageSetting(ranks=ranks, division=division, chunks=chunks)
     stages = tuple(build_stage(plan, k, cuts[k], program, opened, setting) for k in here)
     if chunks is not None:
         chunks.built()
@@ -180,6 +180,7 @@ def build_traced_pipeline(
         span=span,
         steps=steps,
         chunks=chunks,
+        strips={} if division is None else division.strips,
     )
 
 

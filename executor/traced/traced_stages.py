@@ -149,9 +149,7 @@ def build_stage(
         if planned.first + group[0] in planned.home_of:
             _require_trained(parameters)
         if division is not None:
-            parameters = {
-                name: division.placed(name, value, zero) for name, value in parameters.items()
-            }
+            parameters = {name: division.placed(name, value) for name, value in parameters.items()}
         for place in group:
             part, number = cut.shards[place], planned.first + place
             again = calls_again(program, plan.shards[number], planned.places_again(number))

@@ -18,6 +18,7 @@ from parplan.executor.chunks.chunk_adam import ChunkAdam
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import Options, derived_seed
 from parplan.executor.sharding.rank_place import RankPlace, rank_mesh
+from parplan.executor.sharding.tensor_boxes import Strips
 from parplan.executor.tensors import local, to_device
 from parplan.executor.traced.module_batches import module_batches
 from parplan.executor.traced.stage_values import OpenedModule, open_module
@@ -98,6 +99,10 @@ class TracedTrainer(Trainer):
     @property
     def has_copies(self) -> bool:
         return bool(self.pipeline.copies)
+
+    @property
+    def strips(self) -> Mapping[str, Strips]:
+        return self.pipeline.strips
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that the module's calls write, as the first data-parallel rank has them."""
@@ -231,7 +236,7 @@ def build_traced_trainer(
         meter=meter,
         recorder=recorder,
         progress=progress,
-        adam=ChunkAdam(chunks, options) if chunks is not None else None,
+        adam=ChunkAdam(chunks, options, pipeline.strips) if chunks is not None else None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +38,7 @@ from parplan.executor.sharding.rank_place import (
     rank_mesh,
     stage_mesh,
 )
+from parplan.executor.sharding.tensor_boxes import Strips
 from parplan.executor.tensors import memory_of, part, to_device
 from parplan.executor.training.compiled import compile_blocks
 from parplan.executor.training.finite import RankLosses
@@ -250,6 +251,11 @@ class Trainer:
         """True if some rank holds a copy of a parameter that another rank saves."""
         return self.plan.model.shares_table and self.plan.mesh.pp > 1
 
+    @property
+    def strips(self) -> Mapping[str, Strips]:
+        """Return, by name, the strips of parameters that are several matrices each."""
+        return {}
+
     def settle_copies(self) -> None:
         """Do nothing after a load: a rank holds at most one copy of a parameter."""
 
@@ -428,7 +434,7 @@ def trainer_of(
         meter=meter,
         recorder=recorder,
         progress=progress,
-        adam=ChunkAdam(chunks, options) if chunks is not None else None,
+        adam=ChunkAdam(chunks, options, {}) if chunks is not None else None,
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from parplan.executor.pipeline.stages import Stage
-from parplan.executor.sharding.tensor_boxes import checkpointed
+from parplan.executor.sharding.tensor_boxes import Strips, checkpointed
 from parplan.profiles.profiler.gpus import gpu, is_gpu
 
 TIED = "embedding.tokens.weight"
@@ -71,16 +71,23 @@ def _plain(name: str) -> str:
 
 
 def training_tensors(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    strips: Mapping[str, Strips],
 ) -> Tensors:
-    """Return parameters and optimizer states; loading into these tensors loads the run."""
+    """Return parameters and optimizer states; loading into these tensors loads the run.
+
+    strips   of the parameters that are several matrices each
+    """
     states = {
-        f"{name}.{key}": checkpointed(value)
+        f"{name}.{key}": checkpointed(value, strips.get(name))
         for name, parameter in parameters.items()
         for key, value in optimizer.state[parameter].items()
     }
     return {
-        "model": {name: checkpointed(each.detach()) for name, each in parameters.items()},
+        "model": {
+            name: checkpointed(each.detach(), strips.get(name)) for name, each in parameters.items()
+        },
         "optimizer": states,
     }
 

@@ -424,6 +424,8 @@ def excluded_pipeline(layout: ParallelLayout, pins: Constraints, stack: Stack) -
         return "excluded by --schedule"
     if not allowed(pins.virtual_stages, layout.virtual_stages):
         return "excluded by --virtual-stages"
+    if pins.zero == (3,) and (reason := illegal_zero(layout, 3)):
+        return f"{reason}, --zero or --forbid leaves no other"
     return lacking_schedule(layout, stack)
 
 
@@ -434,11 +436,7 @@ def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | 
     if layout.splits_backward and not allowed(pins.recompute, Recompute.NONE):
         return f"{layout.schedule} runs without recompute, --recompute or --forbid excludes that"
     rule = pins.recompute_first_stage
-    reason = illegal_stage_recompute(layout, rule) if rule is not None else None
-    if reason:
-        return reason
-    reason = illegal_zero(layout, 3) if pins.zero == (3,) else None
-    return f"{reason}, --zero or --forbid leaves no other" if reason else None
+    return illegal_stage_recompute(layout, rule) if rule is not None else None
 
 
 def enumerate_candidates(request: Request) -> CandidateSpace:

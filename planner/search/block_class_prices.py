@@ -73,7 +73,7 @@ class BlockClassPrices(SequencePrices):
 
         Raises ConfigError when no mesh is legal, OutOfTimeError at the end of the deadline.
         """
-        return self._shardable(self._space(request, self.price_cache))
+        return self._space(request, self.price_cache)
 
     def shared_with(self, request: Request, space: CandidateSpace) -> Self:
         shared = super().shared_with(request, space)

@@ -17,10 +17,9 @@ from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
 from parplan.costmodels.step import StepPrice, bubble_share
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import CandidateSpace, layout_text
+from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.candidates.given_parts import GivenParts
 from parplan.planner.candidates.lower_bounds import least_ahead
-from parplan.planner.candidates.meshes import Pruned
 from parplan.planner.candidates.part_bounds import PartBounds, RankParts
 from parplan.planner.candidates.range_bounds import CloserBounds, PathBounds, RangeBounds
 from parplan.planner.candidates.range_tables import even_path
@@ -69,29 +68,10 @@ class SequencePrices(SearchPrices):
             pool: NodeTables(books, allowed, deadline, table)
             for pool, books in pools(books_of(price_cache, space.layouts)).items()
         }
-        super().__init__(self._shardable(space), price_cache, allowed, deadline)
+        super().__init__(space, price_cache, allowed, deadline)
         self._given, self._assembler = given, assembler
         self._classes: dict[Hashable, int] = {}  # of ranges with equal prices
         self._recent = RecentCache(MOST_BOUNDS, deadline.check)
-
-    def _shardable(self, space: CandidateSpace) -> CandidateSpace:
-        """Returns the space without layouts that have no ZeRO stage left."""
-        reason = (
-            "ZeRO cannot shard fused matrices that tp divides, and --zero or --forbid excludes 0"
-        )
-        layouts: list[ParallelLayout] = []
-        beaten: list[ParallelLayout] = []
-        for layout in space.layouts:
-            (layouts if self._table(layout).zero_stages(layout) else beaten).append(layout)
-        pruned = (Pruned(layout_text(layout), reason) for layout in beaten)
-        return CandidateSpace(tuple(layouts), (*space.pruned, *pruned))
-
-    def illegal_shards(self, layout: ParallelLayout) -> str | None:
-        """Returns the reason why layers of a layout cannot be sharded over dp, or None."""
-        table, sharded = self._table(layout), replace(layout, chunked=True)
-        if table.zero_stages(sharded):
-            return None
-        return "chunks are sharded as with ZeRO 3, which fused matrices that tp divides are not"
 
     def _table(self, layout: ParallelLayout, rank: int = 0) -> SequenceTable:
         """Returns the options on a rank of a layout."""

@@ -55,20 +55,6 @@ class SequenceTable(StageTable):
         self.by_operator = pins.recompute is None
         self._labels = LabelTable()
 
-    def zero_stages(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """Returns the ZeRO stages that a rank may have; every rank may have stage 0."""
-        stages = super().zero_stages(layout)
-        return self.once(
-            ("stages", stages, layout.sharding), lambda: self._sharded(stages, layout.sharding)
-        )
-
-    def _sharded(self, stages: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
-        price_cache = self.price_cache
-        keys = dict.fromkeys(price_cache.key(k, k) for k in range(price_cache.num_layers))
-        if all(price_cache.may_shard(key, sharding) for key in keys):
-            return stages
-        return tuple(zero for zero in stages if zero == 0)
-
     def allowed(self, layout: ParallelLayout, rank: int) -> tuple[Recompute, ...]:
         """Returns the levels of recompute on a rank."""
         return (Recompute.NONE,) if layout.keeps_all(rank) else self.levels

@@ -68,7 +68,7 @@ def _in_chunks(prices: SequencePrices, pins: Constraints) -> Constraints:
     """
     (layout,) = prices.space.layouts
     zeros = tuple(zero for zero in pins.zero or () if zero) or None
-    reason = illegal_chunks(layout, zeros) or prices.illegal_shards(layout)
+    reason = illegal_chunks(layout, zeros)
     if reason:
         raise ConfigError(
             reason, hint="change that option, or drop optimizer and parameters of --offload"

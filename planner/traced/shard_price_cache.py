@@ -159,15 +159,6 @@ class ShardPriceCache(LayerPriceCache):
             lambda: traced_shardings(self.layer(kind, traced), sharding.tp)[0],
         )
 
-    def may_shard(self, kind: LayerKey, sharding: Sharding) -> bool:
-        """Returns False if ranks divide a parameter that is several matrices in one."""
-        own = self.own_sharding(kind, sharding)
-        return sharding.tp == 1 or not any(
-            parameter.fused > 1 and own.parameter_shape(operator, parameter) != parameter.shape
-            for operator in self.layer(kind, 1).operators
-            for parameter in operator.parameters
-        )
-
     def illegal_tp(self, tp: int) -> str | None:
         """Returns why `tp` ranks cannot divide the model, or None."""
         model = self.sharded.model

@@ -99,7 +99,6 @@ class Parameter:
     """A tensor of weights.
 
     tied        it is the copy that shares its values with the token embedding
-    fused       matrices in one, such as those of query, key and value, each divided by itself
     trained     False: frozen, it has no gradient and no optimizer states
     quantised   a frozen matrix in 8 bits, with a scale for each block of its elements
     """
@@ -107,7 +106,6 @@ class Parameter:
     name: str
     dims: tuple[Dim, ...]
     tied: bool = False
-    fused: int = 1
     trained: bool = True
     quantised: bool = False
 

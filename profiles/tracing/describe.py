@@ -178,7 +178,6 @@ class _Describer:
             name=str(node.target),
             # ranks hold a scalar in a tensor of one element, of which one may have all
             dims=self.divisible.dims(node) or (Dim(name="element", size=1),),
-            fused=self.divisible.parts(node),
             trained=node.meta["val"].requires_grad,
         )
 

@@ -15,7 +15,6 @@ no call is divided by them.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -102,14 +101,6 @@ class Divisible:
     def divided_factor(self, axis: Axis) -> int:
         """The factor of an axis that a division of the axis divides, which gives it its name."""
         return next((factor for factor in axis if factor in self._divided), axis[0])
-
-    def parts(self, node: fx.Node) -> int:
-        """The matrices in one parameter that a division divides each by itself."""
-        most = 1
-        for axis in self.axes(node):
-            before = axis[: axis.index(self.divided_factor(axis))] if axis else ()
-            most = max(most, math.prod(map(self.size, before)))
-        return most
 
     def parallel_dim(self, node: fx.Node) -> str | None:
         """The name of the index by which tensor parallelism divides a call."""

@@ -232,6 +232,14 @@ def test_an_estimate_cuts_at_even_times_and_recomputes_every_block(tmp_path):
     assert {stage["zero"] for stage in plan["stages"]} == {0}
 
 
+def test_an_estimate_shards_fused_matrices_that_tp_divides_in_chunks():
+    chunks = ("--offload", "optimizer,parameters", "--host-blocks", "1")
+    plan = json.loads(succeed("estimate", *DIVIDED, *chunks, "--json").stdout)
+
+    assert {stage["zero"] for stage in plan["stages"]} == {3}
+    assert all(stage["homes"] for stage in plan["stages"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -242,7 +250,6 @@ def test_an_estimate_cuts_at_even_times_and_recomputes_every_block(tmp_path):
         (("--keep-on-host", "all"), "--keep-on-host: the host holds the states of a traced module"),
         (("--sequence-parallel",), "--sequence-parallel: "),
         (("--ep", "2"), "--ep: "),
-        (("--zero", "1"), "ZeRO cannot shard fused matrices that tp divides"),
     ],
 )
 def test_an_estimate_that_no_traced_module_can_have_is_an_error(options, message):

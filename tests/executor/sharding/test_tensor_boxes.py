@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from parplan.executor.chunks.regions import OwnedPart, Region, own_part
-from parplan.executor.sharding.tensor_boxes import Box, Boxes, boxes_of
+from parplan.executor.sharding.tensor_boxes import Box, Boxes, Strips, boxes_of
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
@@ -101,7 +101,8 @@ def test_parts_are_read_from_a_checkpoint_that_has_the_whole(tmp_path):
 
 
 def test_a_part_is_staged_with_memory_of_its_own():
-    (part,) = parts_of((4, 5), 3, 14)
+    boxes = tuple(boxes_of((4, 5), 3, 14))
+    part = Boxes(torch.zeros(11), (4, 5), boxes, Strips(0, matrices=2, ranks=2))
     stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=False,
@@ -115,7 +116,40 @@ def test_a_part_is_staged_with_memory_of_its_own():
     part.flat.fill_(7)
 
     assert (type(staged), staged.shape, staged.boxes) == (Boxes, part.shape, part.boxes)
+    assert staged.strips == part.strips
     assert torch.equal(staged.flat, torch.zeros(11))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_runs_of_several_matrices_in_one_are_read_in_the_order_of_the_ranks(dim, tmp_path):
+    """Every element has one rank, and runs of 11 elements begin and end inside strips."""
+    strips = Strips(dim, matrices=3, ranks=2)
+    shape = tuple(12 if d == dim else 5 for d in range(2))
+    whole = torch.arange(60.0).view(shape)
+    dcp.save({"model": {"weight": whole}}, checkpoint_id=tmp_path, no_dist=True)
+
+    for rank, part in enumerate(strips.by_rank(whole).chunk(2, dim)):
+        begin = tuple(rank * 6 if d == dim else 0 for d in range(2))
+        for first in range(0, 30, 11):
+            last = min(first + 11, 30)
+            boxes = tuple(
+                Box(tuple(map(sum, zip(begin, box.offset, strict=True))), box.shape)
+                for box in boxes_of(part.shape, first, last)
+            )
+            read = Boxes(torch.zeros(last - first), shape, boxes, strips)
+            dcp.load({"model": {"weight": read}}, checkpoint_id=tmp_path, no_dist=True)
+            assert torch.equal(read.flat, part.flatten()[first:last])
+
+
+def test_a_ranks_part_of_several_matrices_is_a_strip_of_each():
+    strips = Strips(0, matrices=3, ranks=2)
+    by_matrix = torch.tensor([0, 1, 10, 11, 20, 21])
+
+    by_rank = strips.by_rank(by_matrix)
+
+    assert by_rank.tolist() == [0, 10, 20, 1, 11, 21]
+    assert strips.by_matrix(by_rank).tolist() == by_matrix.tolist()
 
 
 def test_a_part_computes_nothing():

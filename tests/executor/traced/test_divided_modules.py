@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
+from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.checking.parity import (
     GRADIENT_TOLERANCE,
@@ -21,6 +21,7 @@ from parplan.executor.checking.parity import (
     STEPS,
     gradient_errors,
     loss_errors,
+    loss_tolerance,
     run_ranks,
 )
 from parplan.executor.traced.division import Division, Part
@@ -30,11 +31,12 @@ from parplan.executor.training.training_states import make_optimizer_states, tra
 from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.traced_plan import SplitPlan, TracedPlan
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.spec import Optimizer, Precision
 from parplan.profiles.models.tp_rules import TpRules
 from parplan.profiles.tracing.record import record
 from tests.helpers.builtin_modules import CONFIGS
 from tests.helpers.divided_modules import OPT
+from tests.helpers.like_one_process import check_to_1e_6
 from tests.helpers.traced_modules import HUGGING_FACE
 from tests.helpers.traced_plans import hand_plan
 
@@ -161,35 +163,96 @@ def test_modules_of_the_zoo_are_divided_and_train_as_in_one_process(name):
     check(plan)
 
 
+# Queries, keys and values in one matrix, and gates and values of an MLP: its rows are divided, or
+# in GPT-2 its columns. ZeRO cuts through strips, and over three ranks into unequal parts.
+FUSED = {"rows": f"{MODULES}:gpt", "columns": CONFIGS["gpt2"]}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        pytest.param("rows", {"dp": 2, "zero": 3}, id="zero-3"),
+        *(
+            pytest.param(module, {"dp": dp, "zero": zero}, id=name, marks=pytest.mark.slow)
+            for module, dp, zero, name in (
+                ("rows", 2, 0, "zero-0"),
+                ("rows", 2, 1, "zero-1"),
+                ("rows", 3, 2, "zero-2-unequal"),
+                ("columns", 2, 1, "columns-zero-1"),
+                ("columns", 3, 3, "columns-zero-3-unequal"),
+            )
+        ),
+        pytest.param(
+            "rows",
+            {"dp": 2, "zero": 2, "offload": (Offload.STATES,)},
+            id="states-on-the-host",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_fused_matrices_train_with_zero_as_in_one_process(module, options):
+    check_to_1e_6(hand_plan(FUSED[module], tp=2, num_micro_batches=2, **options))
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_a_checkpoint_of_fused_matrices_is_read_with_another_tp(tmp_path):
+@pytest.mark.parametrize("optimizer", [Optimizer.MUON, Optimizer.ADAFACTOR, Optimizer.ADAM_8BIT])
+@pytest.mark.parametrize("module", FUSED)
+def test_fused_matrices_train_with_other_optimizers(module, optimizer):
+    plan = hand_plan(FUSED[module], tp=2, dp=2, zero=3, num_micro_batches=2)
+    plan = replace(plan, training=replace(plan.training, optimizer=optimizer))
+
+    (actual,), expected = run_traced_plans([plan]), run_traced_reference(plan, by_micro_batch=True)
+
+    assert actual.agree
+    assert max(loss_errors(actual, expected)) <= loss_tolerance(optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("optimizer", [Optimizer.ADAM, Optimizer.ADAFACTOR])
+@pytest.mark.parametrize("module", FUSED)
+def test_a_checkpoint_of_fused_matrices_is_read_with_another_tp_and_zero(
+    module, optimizer, tmp_path
+):
     """Every rank has a part of the queries, of the keys and of the values in one matrix."""
-    divided, whole = (hand_plan(f"{MODULES}:gpt", tp=tp, num_micro_batches=2) for tp in (2, 1))
+    worlds = [
+        {"tp": 2, "dp": 2, "zero": 3},
+        {"tp": 1},
+        {"tp": 2, "dp": 3, "zero": 1},
+        {"tp": 4},
+        {"tp": 2},
+        {"tp": 1, "dp": 2, "zero": 3},
+    ]
+    after = []
+    for number, options in enumerate(worlds):
+        samples = 6 // options.get("dp", 1)  # the batch is the same
+        plan = hand_plan(FUSED[module], num_micro_batches=samples, **options)
+        plan = replace(plan, training=replace(plan.training, optimizer=optimizer))
+        ((losses, *others),) = [run_ranks([plan], partial(_went_on, tmp_path, number))[0]]
+        assert all(each == losses for each in others)
+        after.append(losses)
 
-    saved = run_ranks([divided], partial(_saved, tmp_path / "divided"))[0]
-    loaded = run_ranks([whole], partial(_loaded, tmp_path / "divided"))[0]
-    run_ranks([whole], partial(_saved, tmp_path / "whole"))
-    returned = run_ranks([divided], partial(_loaded, tmp_path / "whole"))[0]
-
-    assert saved[0] == saved[1]
-    assert loaded[0] == pytest.approx(saved[0], rel=LOSS_TOLERANCE)
-    assert returned[0] == pytest.approx(saved[0], rel=GRADIENT_TOLERANCE)
+    for losses in after[1:]:
+        assert losses == pytest.approx(after[0], rel=GRADIENT_TOLERANCE)
 
 
-def _saved(folder: Path, plan: TracedPlan) -> float:
-    """Trains, saves, and returns the next loss."""
-    trainer = build_traced_trainer(plan, OPTIONS, torch.device("cpu"))
-    list(trainer.run())
-    dcp.save(training_tensors(trainer.held().own, trainer.optimizer), checkpoint_id=folder)
-    return trainer.gradients(STEPS).item()
-
-
-def _loaded(folder: Path, plan: TracedPlan) -> float:
+def _went_on(folder: Path, number: int, plan: TracedPlan) -> list[float]:
+    """Trains, or loads what world `number` - 1 has saved; saves, and returns the next losses."""
     trainer = build_traced_trainer(plan, OPTIONS, torch.device("cpu"))
     make_optimizer_states(trainer.optimizer)
-    dcp.load(training_tensors(trainer.held().own, trainer.optimizer), checkpoint_id=folder)
-    return trainer.gradients(STEPS).item()
+    states = training_tensors(trainer.held().own, trainer.optimizer, trainer.strips)
+    if number:
+        dcp.load(states, checkpoint_id=folder / f"{number - 1}")
+    else:
+        list(trainer.run())
+    dcp.save(states, checkpoint_id=folder / f"{number}")
+    losses = []
+    for step in (STEPS, STEPS + 1):
+        losses.append(trainer.gradients(step).item())
+        trainer.update(step)
+    return losses
 
 
 @pytest.mark.slow
@@ -230,13 +293,6 @@ def test_a_table_that_is_the_head_as_well_is_divided_for_both(plan):
     assert parts["blocks.0.qkv.weight"] == Part(0, 3, 4)  # three matrices of 4 heads
     assert parts["blocks.0.out.weight"] == Part(1, 1, 4)
     assert parts["blocks.0.down.bias"] is parts["norm.weight"] is None
-
-
-def test_fused_matrices_are_not_sharded_by_zero(plan):
-    weight = nn.Parameter(torch.zeros(96, 32))
-
-    with pytest.raises(ConfigError, match=r"is 3 matrices in one, .* with zero 1"):
-        division(plan).placed("blocks.0.qkv.weight", weight, 1)
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,16 @@ def test_a_norm_that_counts_under_two_names_is_refused_on_two_stages():
     assert error.value.hint == "make the plan again: no stage may end between the two"
 
 
-def test_fused_matrices_under_two_names_are_refused_with_zero_and_tp():
-    """The refusal is the one that such matrices have under one name."""
-    plan = hand_plan("tests.helpers.divided_modules:woven", tp=2, dp=2, zero=1, micro_batch_size=2)
-
-    with pytest.raises(ConfigError, match="is 3 matrices in one") as error:
-        check_to_1e_6(plan)
-    assert error.value.hint == "use zero 0 for this stage"
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dp": 2, "zero": 1}, id="zero-1"),
+        pytest.param({"dp": 2, "zero": 3}, id="zero-3"),
+        pytest.param({"pp": 2, "dp": 2, "zero": 2}, id="pp-zero-2"),
+    ],
+)
+def test_fused_matrices_under_two_names_train_with_zero_and_tp(options):
+    module = "tests.helpers.divided_modules:woven"
+    check_to_1e_6(hand_plan(module, tp=2, micro_batch_size=2, num_micro_batches=2, **options))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from parplan.costmodels.chunks.chunk_operations import RankChunks
 from parplan.costmodels.host.state_location import StateLocation
@@ -17,6 +19,7 @@ from parplan.executor.checking.parity import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     OPTIONS,
+    STEPS,
     gradient_errors,
     loss_errors,
     run_ranks,
@@ -24,6 +27,7 @@ from parplan.executor.checking.parity import (
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.executor.traced.traced_trainer import build_traced_trainer
+from parplan.executor.training.training_states import make_optimizer_states, training_tensors
 from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints, PlanRequest
@@ -38,9 +42,11 @@ from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from tests.helpers.traced_modules import HUGGING_FACE
+from tests.helpers.traced_plans import hand_plan
 
 MODULES = "tests.helpers.traced_modules"
 UNLIKE = f"{MODULES}:unlike"
+FUSED = "tests.helpers.divided_modules:gpt"
 
 
 def made(
@@ -170,11 +176,55 @@ def test_the_hosts_hold_the_predicted_bytes():
         ),
         pytest.param(HUGGING_FACE["t5"], {"pp": 2, "dp": 2, "host": 1}, id="t5"),
         pytest.param(HUGGING_FACE["bert"], {"dp": 2, "tp": 2}, id="bert, tp"),
+        pytest.param(FUSED, {"dp": 2, "tp": 2}, id="fused matrices, tp"),
         pytest.param(f"{MODULES}:unet", {"dp": 2, "host": 0, "optimizer": 9}, id="unet"),
     ],
 )
 def test_modules_in_chunks_train_as_in_one_process(module, options):
     check(made(module, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_checkpoint_of_fused_matrices_in_chunks_is_read_without_chunks_and_tp(tmp_path):
+    priced = made(FUSED, dp=2, tp=2, num_micro_batches=2)
+    schedules = chunk_schedules(priced)
+    whole = hand_plan(FUSED, num_micro_batches=4)
+
+    after = [
+        run_ranks([plan], partial(went_on, folder=tmp_path, number=number, schedules=of_chunks))[0]
+        for number, (plan, of_chunks) in enumerate(
+            ((priced.plan, schedules), (whole, ()), (priced.plan, schedules))
+        )
+    ]
+
+    first, *others = after[0]
+    assert all(each == first for each in others)
+    for losses in (*after[1], *after[2]):
+        assert losses == pytest.approx(first, rel=LOSS_TOLERANCE)
+
+
+def went_on(
+    plan: TracedPlan, folder: Path, number: int, schedules: Sequence[RankChunks]
+) -> list[float]:
+    """Trains, or loads what world `number` - 1 has saved; saves, and returns the next losses."""
+    trainer = build_traced_trainer(plan, OPTIONS, torch.device("cpu"), schedules=schedules)
+    make_optimizer_states(trainer.optimizer)
+    states = training_tensors(trainer.held().own, trainer.optimizer, trainer.strips)
+    if trainer.adam is not None:
+        states = {part: states[part] | more for part, more in trainer.adam.tensors().items()}
+    if number:
+        dcp.load(states, checkpoint_id=folder / f"{number - 1}")
+        if trainer.adam is not None:
+            trainer.adam.settle()
+    else:
+        list(trainer.run())
+    dcp.save(states, checkpoint_id=folder / f"{number}")
+    losses = []
+    for step in (STEPS, STEPS + 1):
+        losses.append(trainer.gradients(step).item())
+        trainer.update(step)
+    return losses
 
 
 @pytest.fixture(scope="module")
