@@ -35,8 +35,8 @@ def test_tests_that_share_processes_are_in_one_tenth():
     assert sorted(len(split(tests, tenth)[0]) for tenth in range(TENTHS)) == [0] * 9 + [51]
 
 
-def test_commands_of_the_readme_are_in_every_tenth():
-    command = item("tests/docs/test_it.py::test_command[plan]", "slow", "readme")
+def test_a_test_may_be_in_every_tenth():
+    command = item("tests/docs/test_it.py::test_command[plan]", "slow", "in_every_tenth")
 
     assert all(split([command], tenth) == ([command], []) for tenth in range(TENTHS))
 

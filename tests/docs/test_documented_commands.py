@@ -197,7 +197,7 @@ README = {one.command for one in documented() if one.where.startswith("README.md
 
 def _slow(command: str) -> object:
     """A command that takes long; those of the README are in every tenth of the slow tests."""
-    marks = (pytest.mark.slow, *([pytest.mark.readme] if command in README else ()))
+    marks = (pytest.mark.slow, *([pytest.mark.in_every_tenth] if command in README else ()))
     return pytest.param(command, marks=marks)
 
 

@@ -20,8 +20,8 @@ def split(
 ) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Returns the tests of a tenth and those that are left out.
 
-    A file that starts processes is in one tenth, for its tests share them. Commands of the README
-    are in every tenth.
+    A file that starts processes is in one tenth, for its tests share them. What is marked
+    `in_every_tenth` is kept.
     """
     whole = {test.path for test in tests if test.get_closest_marker("multiproc")}
     kept: list[pytest.Item] = []
@@ -29,5 +29,5 @@ def split(
     for test in tests:
         name = test.nodeid.partition("::")[0] if test.path in whole else test.nodeid
         chosen = zlib.crc32(name.encode()) % TENTHS == tenth
-        (kept if chosen or test.get_closest_marker("readme") else left).append(test)
+        (kept if chosen or test.get_closest_marker("in_every_tenth") else left).append(test)
     return kept, left
