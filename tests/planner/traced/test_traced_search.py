@@ -385,6 +385,10 @@ def test_nothing_fits_and_the_error_says_what_binds_by_how_much_and_what_would_h
         (Constraints(recompute=(Recompute.SELECTIVE,)), "selective"),
         (Constraints(schedule=(Schedule.ZBV,)), "zbv does not run"),
         (Constraints(pp=(16,)), "no legal way"),
+        (
+            Constraints(pp=(2,), tp=(1,), schedule=(Schedule.EARLY_RECOMPUTE,), zero=(3,)),
+            "early-recompute has no price with ZeRO 3",
+        ),
     ],
 )
 def test_pins_that_no_traced_module_can_have(pins, match):
