@@ -11,7 +11,7 @@ missing wait gives wrong numbers. `stand_in()` installs all of this for a `with`
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -219,6 +219,16 @@ def _require_host_group(func: Any, args: tuple[Any, ...], tensors: Sequence[Tens
                 raise MixedDevicesError(f"{func}: a tensor of the CPU in a group of GPUs")
 
 
+def _tensor_by(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns `torch.tensor`, which asks no dispatch mode, with a copy to the device that does."""
+
+    def tensor(data: Any, *, device: Any = None, **keywords: Any) -> Tensor:
+        made = before(data, **keywords)
+        return made if device is None else made.to(device)
+
+    return tensor
+
+
 @functools.cache
 def register() -> None:
     """Makes the device and its backend known to torch, before the first backward pass."""
@@ -251,5 +261,6 @@ def stand_in() -> Iterator[StandInRuntime]:
         # torch asks the PrivateUse1 backend for these, which a backend of Python lacks
         for name in ("synchronize", "current_stream"):
             stack.enter_context(patch.object(torch.accelerator, name, getattr(RUNTIME, name)))
+        stack.enter_context(patch.object(torch, "tensor", _tensor_by(torch.tensor)))
         stack.enter_context(_Operators())
         yield RUNTIME

@@ -80,7 +80,7 @@ def _build_unit(site: _Site, group: tuple[PlacedLayer, ...]) -> Unit:
         if layer.kind is LayerKind.HEAD:
             _tie(site, fill=len(group) == 1)
         for name in names:
-            site.part(name).to(site.ranks.device)
+            _move(site.part(name), site.ranks.device)
         _divide(site, layer, [site.part(name) for name in names])
         if layer.plan.recompute:
             replace_submodule(site.model, names[0], checkpointed(site.part(names[0])))
@@ -126,6 +126,12 @@ def _tied_here(site: _Site, held: set[str]) -> tuple[nn.Module, str] | None:
         if any(f"{name}.".startswith(f"{part}.") for part in held):
             return site.part(name), key
     return None
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Moves a module that is not on the device; the dry run's tensors cannot be swapped for it."""
+    if any(each.device != device for each in (*module.parameters(), *module.buffers())):
+        module.to(device)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
 
 from parplan.profiles.elementwise import (
@@ -23,6 +24,7 @@ from parplan.profiles.elementwise import (
     smaller_of,
     sqrt,
 )
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.provenance import Kind, Kinds, kinds_where
 from parplan.profiles.units import US_PER_S
 
@@ -165,6 +167,23 @@ class CollectiveCurve:
     median_error: float
     nodes: int = 1
     groups: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for other numbers than positive ones at growing sizes."""
+        grows = all(map(operator.lt, (0, *self.bytes), self.bytes))
+        if not self.bytes or not grows or len(self.time_us) != len(self.bytes):
+            problem = (
+                f"{len(self.time_us)} times at the bytes {', '.join(map(str, self.bytes[:9]))}"
+            )
+        elif min(self.time_us) <= 0:
+            problem = f"a time of {min(self.time_us):g} us"
+        else:
+            return
+        raise ConfigError(
+            f"a curve of {self.collective} has {problem}, needed are growing bytes and a positive "
+            "time at each",
+            hint="measure it again",
+        )
 
     def kind_at(self, n_bytes: Number) -> Kinds:
         """Returns the kind of a curve with measured knots at a size.

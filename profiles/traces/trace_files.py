@@ -116,6 +116,8 @@ def _read(path: Path) -> tuple[RankTrace, ...]:
         names = ", ".join(each.name for each in FORMATS)
         raise ConfigError(f"{path}: its format is unknown, known are {names}", hint=_HINT)
     traces = found.read(path, fingerprint_of(path, FINGERPRINT_DIGITS), changed_on(path))
+    if not traces:
+        raise ConfigError(f"{path}: it has no kernel of a device", hint=_HINT)
     named = _RANK.search(path.name)
     rank = whole_of(named[1], RANKS) if named else None
     if rank is not None and len(traces) == 1 and traces[0].rank is None:

@@ -52,7 +52,7 @@ BASES: tuple[str, ...] = (
     "read ds.json --model gpt-tiny --gpus 8 --gpu a100-80gb --seq-length 64",
     "import a.log --gpu a100-80gb -o out.csv",
     "calibrate a.log --plan plan.yaml -o out.yaml",
-    "report plan.yaml -o out.html",
+    "report plan.yaml --time-limit 1 -o out.html",
     "init --no-ask --no-look --gpu h100-80gb out.yaml",
     f"sweep {TINY} --tp 1,2 --time-limit 1 -o out.yaml",
     "size --model gpt-tiny --gpu cpu --tokens 1M --days 1",

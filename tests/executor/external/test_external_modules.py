@@ -16,6 +16,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
+from parplan.executor.checking.dry_run_workers import dry_runs
 from parplan.executor.external.external_body import _StandIn
 from parplan.executor.external.external_source import open_source
 from parplan.executor.external.module_calls import _Watch
@@ -117,6 +118,15 @@ def test_a_foreign_module_trains_like_one_process_and_holds_the_predicted_bytes(
     assert {rank: measured for rank, (_, measured) in training_outcome.states.items()} == {
         rank: said for rank, (said, _) in training_outcome.states.items()
     }
+
+
+def test_the_dry_run_of_a_module_holds_the_states_of_its_rank():
+    name = "pp2-gpt_neox"
+    _, measured = WORLDS.outcome(name).states[0, 0, 0]
+
+    (run,) = dry_runs(PLANS[name], (0,))
+
+    assert run.use.states == measured
 
 
 def test_no_part_of_a_hugging_face_model_has_memory_before_it_is_filled():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import (
     Chip,
     CollectiveCurve,
@@ -50,6 +51,21 @@ SPLINE = CollectiveCurve(
     rows=0,
     median_error=0.0,
 )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"time_us": (10.0, 0.0, 1000.0)}, "a time of 0 us"),
+        ({"time_us": (10.0,)}, "1 times at the bytes 1000, 10000, 1000000"),
+        ({"bytes": (10_000, 1000, 1_000_000)}, "3 times at the bytes 10000, 1000"),
+        ({"bytes": (), "time_us": ()}, "0 times"),
+        ({"bytes": (0, 1, 2)}, "3 times at the bytes 0"),
+    ],
+)
+def test_a_curve_has_positive_times_at_growing_bytes(change, message):
+    with pytest.raises(ConfigError, match=f"a curve of all_reduce has {message}"):
+        replace(SPLINE, **change)
 
 
 def test_a_product_that_fills_every_multiprocessor_runs_at_the_peak():

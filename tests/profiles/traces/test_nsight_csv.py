@@ -68,6 +68,14 @@ def test_a_table_without_starts_or_devices_says_what_is_needed(tmp_path, header,
     assert "cuda_gpu_trace" in (raised.value.hint or "")
 
 
+def test_a_table_that_was_cut_before_its_first_kernel_is_an_error(tmp_path):
+    path = table(tmp_path / "run.csv")
+    path.write_text("\n".join(path.read_text().splitlines()[:2]))
+
+    with pytest.raises(ConfigError, match=r"run\.csv: it has no kernel of a device"):
+        read_traces([path])
+
+
 def test_a_cell_that_is_no_number_is_named_with_its_line(tmp_path):
     path = table(tmp_path / "run.csv")
     path.write_text(path.read_text().replace("320000,", "soon,", 1))
