@@ -211,7 +211,9 @@ def _bomb(chance: Random) -> bytes:
     """Return a small archive of a large file."""
     head = chance.choice((b'{"traceEvents": [', b"", CSV.encode()))
     part = chance.choice((b"\0", b"{},", b'{"ph":"X","cat":"kernel","ts":0},', b" ", b"9"))
-    return gzip.compress(head + part * (chance.choice((30, 60, 400)) * 2**20 // len(part)), 1)
+    return gzip.compress(
+        head + part * (chance.choice((30, 60, 400)) * 2**20 // len(part)), 1, mtime=0
+    )
 
 
 def _nsight(chance: Random) -> bytes:
@@ -242,8 +244,8 @@ def trace(chance: Random, seeds: Seeds) -> Made:
     name, content = chance.choice(
         (
             ("rank0.json", _kineto),
-            ("rank0.json.gz", lambda each: gzip.compress(_kineto(each), 1)),
-            ("rank0.json.gz", lambda each: gzip.compress(_kineto(each), 1)[:-20]),
+            ("rank0.json.gz", lambda each: gzip.compress(_kineto(each), 1, mtime=0)),
+            ("rank0.json.gz", lambda each: gzip.compress(_kineto(each), 1, mtime=0)[:-20]),
             ("bomb.json.gz", _bomb),
             ("rank0.sqlite", _nsight),
             ("rank0.sqlite", _nsight),
