@@ -76,7 +76,7 @@ class BranchOutcome(Generic[S]):
         best = tuple(
             answer
             for answer in self.solved[:REPLAYED]
-            if answer.value <= WORTH_REPLAYING * best_of(self.solved)
+            if answer.value <= near(best_of(self.solved), WORTH_REPLAYING)
         )
         return *best, *(answer for answer in self.earlier if answer not in best)
 
@@ -89,7 +89,12 @@ def best_of(solved: Sequence[S]) -> float:
 def worth_replaying(solved: Sequence[S], most: float = WORTH_REPLAYING) -> float:
     """Returns the value from which on a layout will not be replayed, `most` times the best."""
     tenth = solved[REPLAYED - 1].value if len(solved) >= REPLAYED else math.inf
-    return min(tenth, most * best_of(solved))
+    return min(tenth, near(best_of(solved), most))
+
+
+def near(best: float, most: float) -> float:
+    """Returns the value `most - 1` of the best above it; redundant bytes may be negative."""
+    return best * (most if best >= 0 else 2 - most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +155,17 @@ class _Branching(Generic[S]):
     """The solved layouts, the open ones and the errors of a search while it runs."""
 
     def __init__(
-        self, incumbents: Sequence[S], closer: CloserBounds | None, watch: BranchWatch
+        self,
+        incumbents: Sequence[S],
+        closer: CloserBounds | None,
+        watch: BranchWatch,
+        floor: float,
     ) -> None:
         self.solved: list[S] = list(incumbents)
         self.queue, self.open = _Queue(closer), Unanswered()
         self.watch = watch
         self._running: tuple[float, ...] = ()  # the bound of the layout that is being solved
+        self._unlisted: tuple[float, ...] = (floor,)  # below all layouts until they are listed
 
     @property
     def left(self) -> int:
@@ -165,7 +175,7 @@ class _Branching(Generic[S]):
     @property
     def least_open(self) -> float:
         """The least bound of the layouts that have no answer."""
-        return min((self.queue.least, *self._running, *self.open.bounds))
+        return min((self.queue.least, *self._running, *self._unlisted, *self.open.bounds))
 
     def run(
         self,
@@ -175,6 +185,7 @@ class _Branching(Generic[S]):
     ) -> bool:
         """Returns True when nothing open is below the cut, False when the time is over."""
         self.queue.fill(bounded)
+        self._unlisted = ()
         while (best := self.queue.next(lambda: cut(self.solved))) is not None:
             bound, layout = best
             limit = cut(self.solved)
@@ -227,6 +238,7 @@ def branch_and_bound(
     known: S | None = None,
     incumbents: Sequence[S] = (),
     closer: CloserBounds | None = None,
+    floor: float = 0.0,
 ) -> BranchOutcome[S]:
     """Solves layouts by ascending bound until the next bound reaches `cut` of the solved ones.
 
@@ -234,8 +246,9 @@ def branch_and_bound(
                 or the last error of the solver is raised again
     incumbents  answers of another search that must be beaten
     closer      further bounds of a layout, each found when no other layout has a lower bound
+    floor       value that no layout is below: the bound where the time ends before all are listed
     """
-    search = _Branching(incumbents, closer, watch)
+    search = _Branching(incumbents, closer, watch, floor)
     finished = interrupted = False
     try:
         finished = search.run(bounded, solve, cut)

@@ -86,6 +86,10 @@ HOST_WHERE_NEEDED = UnsearchedPart(
     "the host, where something fits without it", "--host-memory or --offload asks for it"
 )
 
+ORDERS_IN_CHUNKS = UnsearchedPart(
+    "other orders of a rank's blocks in chunks than those that recompute first or last",
+    "the blocks of one kind are neighbours, and the host holds the last ones",
+)
 OPERATORS_WHERE_NEEDED = UnsearchedPart(
     "blocks in chunks that are used an operator at a time, where something fits by blocks",
     "--chunk-access block,operator asks for both",
@@ -153,6 +157,8 @@ def unsearched_parts(
         )
     if pins.offload is None:
         parts.append(HOST_WHERE_NEEDED)
+    if has_chunks(pins.offload):
+        parts.append(ORDERS_IN_CHUNKS)
     if has_chunks(pins.offload) and pins.access is None:
         parts.append(OPERATORS_WHERE_NEEDED)
     return tuple(parts)

@@ -23,6 +23,7 @@ from parplan.planner.master import redundancy_bound_bytes as columns_redundancy_
 from parplan.planner.objective import Objective
 from parplan.planner.search.allowed_steps import AllowedSteps
 from parplan.planner.search.memory_descent import Descent
+from parplan.planner.search.search_results import one_copy_bytes
 from parplan.planner.search.search_session import (
     INFINITY,
     ROUNDING,
@@ -97,6 +98,7 @@ class _RedundancyPass:
                 objective=Objective.MEMORY, left_s=session.left_s, on_progress=session.on_progress
             ),
             known=self.known,
+            floor=-one_copy_bytes(session.prices),
         )
         return replace(outcome, bound=min(outcome.bound, *self._dropped, INFINITY))
 
@@ -269,7 +271,7 @@ def then_leanest(
     if first.interrupted:
         return BranchOutcome(
             (as_memory(first.solved[0]),),
-            0.0,
+            -one_copy_bytes(session.prices),
             finished=False,
             interrupted=True,
             failures=first.failures,

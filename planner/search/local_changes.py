@@ -18,7 +18,13 @@ from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.schedules.simulator import least_step_s
 from parplan.costmodels.stage_costs import StepCosts, step_costs, with_other_ranks
-from parplan.costmodels.step import StepPrice, price_step, simulated_step_s
+from parplan.costmodels.step import (
+    StepPrice,
+    bubble_share,
+    closed_form_s,
+    price_step,
+    simulated_step_s,
+)
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.deadline import in_time
 from parplan.planner.search.search_session import DescribedPrices, SearchSession, SolvedCandidate
@@ -111,10 +117,21 @@ def _step_below_s(strategy: Strategy, costs: StepCosts, limit_s: float) -> float
 
 
 def _other_columns(solved: SolvedCandidate, session: SearchSession) -> list[list[StageColumn]]:
-    """By rank, equally large columns about as fast as the chosen one. Raises OutOfTimeError."""
+    """By rank, equally large columns about as fast as the chosen one. Raises OutOfTimeError.
+
+    A column is as fast where it takes about as long alone, or where the step is shorter with it and
+    no tail behind the first rank: the ranks before may pass back their last micro-batch meanwhile.
+    """
     layout, passes = solved.layout, solved.layout.num_micro_batches
+    columns, share = solved.choice.columns, bubble_share(layout, session.price_cache)
+
+    def hidden_tails_s(rank: int, column: StageColumn) -> float:
+        changed = (*columns[:rank], column, *columns[rank + 1 :])
+        times_s, first_s = [each.time_s for each in changed], changed[0].tail_s
+        return closed_form_s(times_s, (first_s,), passes, share)
+
     alternatives = []
-    for rank, chosen in enumerate(in_time(solved.choice.columns, session.deadline)):
+    for rank, chosen in enumerate(in_time(columns, session.deadline)):
         table = session.described.table_of(layout, rank)
         every = rank_columns(rank, layout, table).fastest(chosen.num_blocks, session.limit_bytes)
         slowest_s = chosen.alone_s(passes) * (1 + NEAR)
@@ -124,7 +141,10 @@ def _other_columns(solved: SolvedCandidate, session: SearchSession) -> list[list
                 for column in every
                 if column != chosen
                 and interchangeable_ends(rank, layout, column, chosen)
-                and column.alone_s(passes) < slowest_s
+                and (
+                    column.alone_s(passes) < slowest_s
+                    or hidden_tails_s(rank, column) < solved.choice.step_s
+                )
             ]
         )
     return alternatives

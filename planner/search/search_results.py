@@ -132,6 +132,13 @@ def copy_on_hosts(price: StepPrice, prices: SearchPrices) -> float:
     return one_copy_bytes(prices) if any(memory.host for memory in price.memory) else 0.0
 
 
+def _share(over: float, whole: float) -> float:
+    """Returns a part of the whole, all of it where the whole is nothing."""
+    if whole > 0:
+        return over / whole
+    return 1.0 if over > 0 else 0.0
+
+
 def record_of(
     objective: Objective,
     best: CandidateAnswer,
@@ -152,7 +159,7 @@ def record_of(
         status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
         value=round(best.value / unit, 6),
         bound=round(outcome.bound / unit, 6),
-        gap=round(max(0.0, best.value - outcome.bound) / whole, 6) if whole > 0 else 0.0,
+        gap=round(_share(max(0.0, best.value - outcome.bound), whole), 6),
         fastest_step_time_s=round(fastest.choice.step_s, 6),
         candidates=Candidates(
             considered=considered,
