@@ -287,7 +287,7 @@ def _is_length(option: click.Option) -> bool:
 
 
 def _odd(arguments: list[str], chance: Random) -> list[str]:
-    if arguments[0] == "profile":  # it would measure
+    if arguments[:1] == ["profile"]:  # it would measure
         return [*arguments, "--bogus"]
     return chance.choice(
         (
