@@ -18,6 +18,8 @@ from parplan.commands.requests.requests import constraints_of, offload_phrase
 from parplan.planner.request import TRACED_OFFLOAD, Constraints, ModuleRequest, PlanRequest
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.planner.stage_recompute import two_recomputes_error
+from parplan.profiles.documents.numbers import whole
+from parplan.profiles.documents.ranges import COUNT
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.models.module_source import ModuleSource
@@ -187,8 +189,8 @@ def _require_known(
 
 
 def _seq_length(config: Mapping[str, Any]) -> int:
-    """The positions of a Hugging Face config, at most LONGEST_SEQ_LENGTH."""
-    positions = next(
-        (config[name] for name in _POSITIONS if isinstance(config.get(name), int)), SEQ_LENGTH
-    )
-    return min(positions, LONGEST_SEQ_LENGTH)
+    """The positions of a Hugging Face config, at most LONGEST_SEQ_LENGTH. Raises ConfigError."""
+    name = next((name for name in _POSITIONS if isinstance(config.get(name), int)), None)
+    if name is None:
+        return SEQ_LENGTH
+    return min(whole(config[name], name, "config.json", COUNT), LONGEST_SEQ_LENGTH)

@@ -114,6 +114,13 @@ def _require_described(plan: Plan, where: str) -> None:
         raise _unfit(
             where, "pipeline", f"tp_overlap is {plan.pipeline.tp_overlap}, the mesh has tp 1"
         )
+    size = plan.pipeline.micro_batch_size
+    if plan.pipeline.tp_overlap and size % 2:
+        raise _unfit(
+            where,
+            "pipeline",
+            f"tp_overlap is {plan.pipeline.tp_overlap}, a micro-batch of {size} has no halves",
+        )
     _require_known_plans(plan, graph, where)
     for name, layer in plan.predicted.redundancy_gib.layers.items():
         key = f"{where}: predicted.redundancy_gib.layers"

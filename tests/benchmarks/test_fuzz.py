@@ -118,6 +118,7 @@ def test_inputs_are_as_many_as_asked_with_every_kind_and_a_longer_campaign_begin
 MISFITS = {
     "ranks": lambda plan: plan["cluster"].update(nodes=7),
     "batch": lambda plan: plan["pipeline"].update(num_micro_batches=3),
+    "halves": lambda plan: plan["pipeline"].update(tp_overlap=1),
     "virtual stages": lambda plan: plan["pipeline"].update(virtual_stages=0),
     "blocks": lambda plan: plan["stages"][0]["layers"][1].update(last=10**12),
     "stage": lambda plan: plan["stages"].pop(),

@@ -74,6 +74,8 @@ def _micro_batches(plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"the shares {shares} are not those of dp {dp}, with {count} at most"
     if size * sum(shares) != plan["training"]["global_batch_size"]:
         yield f"{shares} micro-batches of {size} on dp {dp} are not the global batch"
+    if pipeline.get("tp_overlap") and size % 2:
+        yield f"a micro-batch of {size} is run as two halves"
     if pp > 1 and schedule in ONE_STAGE and virtual != 1:
         yield f"{schedule} has {virtual} virtual stages"
     if pp > 1 and schedule == "zbv" and virtual != 2:

@@ -179,3 +179,10 @@ def test_a_traced_module_has_no_preference(config):
 
     assert done.exit_code == 2
     assert "--prefer: the error band of a traced module is unknown" in done.output
+
+
+def test_a_module_without_a_position_is_refused(config):
+    done = run("--model", config({**LLAMA, "max_position_embeddings": 0}), *WHERE, "--trace")
+
+    assert done.exit_code == 2
+    assert "max_position_embeddings is 0" in done.output
