@@ -87,8 +87,8 @@ HOST_WHERE_NEEDED = UnsearchedPart(
 )
 
 ORDERS_IN_CHUNKS = UnsearchedPart(
-    "other orders of a rank's blocks in chunks than those that recompute first or last",
-    "the blocks of one kind are neighbours, and the host holds the last ones",
+    "other orders of a rank's blocks in chunks",
+    "those that recompute come last, or first with the same numbers of blocks of each kind",
 )
 OPERATORS_WHERE_NEEDED = UnsearchedPart(
     "blocks in chunks that are used an operator at a time, where something fits by blocks",
