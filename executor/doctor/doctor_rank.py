@@ -142,7 +142,8 @@ def traced() -> Iterator[set[str]]:
         if event == "call":
             code = frame.f_code  # type: ignore[attr-defined]
             if code.co_filename.startswith(root) or "/parplan/" in code.co_filename:
-                file = code.co_filename.removeprefix(root).rpartition("/parplan/")[2]
+                inside = code.co_filename.removeprefix(root).removeprefix("parplan/")
+                file = inside.rpartition("/parplan/")[2]
                 ran.add(f"{file}:{code.co_qualname.replace('.<locals>', '')}")
 
     sys.setprofile(see)
