@@ -157,7 +157,7 @@ def unsearched_parts(
         )
     if pins.offload is None:
         parts.append(HOST_WHERE_NEEDED)
-    if has_chunks(pins.offload):
+    if not pools and (pins.offload is None or has_chunks(pins.offload)):
         parts.append(ORDERS_IN_CHUNKS)
     if has_chunks(pins.offload) and pins.access is None:
         parts.append(OPERATORS_WHERE_NEEDED)
