@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.helpers.tenths import TENTHS, chosen_tenth, split
+from tests.helpers.parts import PARTS, chosen_part, split
 
 # Every run draws other examples: a few of each property are enough, many runs try many.
 settings.register_profile("few", max_examples=25)
@@ -50,15 +50,15 @@ os.environ.pop("COLUMNS", None)  # Tables are as wide as a terminal says; the te
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out all but a tenth where one is asked for, and orders the tests.
+    """Leaves out all but a part where one is asked for, and orders the tests.
 
     Files that start several processes are first in each of two halves, one for each worker. A fork
     copies the tables of the pages of its worker, which grow with every test: a fifth of what
     the executor's tests take. A file stays whole, so that its fixtures are made once.
     """
-    commit = config.getoption("--tenth")
+    commit = config.getoption("--part")
     if commit is not None:
-        items[:], left_out = split(items, chosen_tenth(commit))
+        items[:], left_out = split(items, chosen_part(commit))
         config.hook.pytest_deselected(items=left_out)
     forking = {item.path for item in items if item.get_closest_marker("multiproc")}
     sizes = collections.Counter(item.path for item in items)
@@ -83,17 +83,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="rewrite tests/golden/ with what the code says now",
     )
     parser.addoption(
-        "--tenth",
+        "--part",
         metavar="COMMIT",
-        help="of the selected tests, run the tenth that a commit id chooses",
+        help="of the selected tests, run the thirtieth that a commit id chooses",
     )
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    commit = config.getoption("--tenth")
+    commit = config.getoption("--part")
     if commit is None:
         return []
-    return [f"tenth {chosen_tenth(commit)} of 0 to {TENTHS - 1}, chosen by {commit}"]
+    return [f"part {chosen_part(commit)} of 0 to {PARTS - 1}, chosen by {commit}"]
 
 
 @pytest.fixture

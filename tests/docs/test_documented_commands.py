@@ -196,8 +196,8 @@ README = {one.command for one in documented() if one.where.startswith("README.md
 
 
 def _slow(command: str) -> object:
-    """A command that takes long; those of the README are in every tenth of the slow tests."""
-    marks = (pytest.mark.slow, *([pytest.mark.in_every_tenth] if command in README else ()))
+    """A command that takes long; those of the README are in every part of the slow tests."""
+    marks = (pytest.mark.slow, *([pytest.mark.in_every_part] if command in README else ()))
     return pytest.param(command, marks=marks)
 
 

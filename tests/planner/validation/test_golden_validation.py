@@ -61,7 +61,7 @@ def _is_worse_error(before: float | None, after: float | None) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.in_every_tenth
+@pytest.mark.in_every_part
 def test_no_source_got_worse(update_golden):
     table = error_table(price_table(read_table()))
     if update_golden:
