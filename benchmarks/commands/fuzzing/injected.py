@@ -87,8 +87,7 @@ def make(chance: Random, seeds: Seeds) -> Mapping[str, object]:
                 for target in TARGETS
             ),
             "show PLAN",
-            "report PLAN -o out/page.html",
-            "trace PLAN -o out/trace.json",
+            *REPORTS,
         )
     )
     return {

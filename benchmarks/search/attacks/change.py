@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 from benchmarks.search.attacks.moves import block_counts, is_block
 from parplan.costmodels.layers.recompute import Recompute
@@ -65,16 +66,17 @@ def text(strategy: Strategy) -> str:
 
 
 def _stage_text(layers: tuple[LayerChoice, ...]) -> str:
-    runs: list[tuple[LayerChoice, int]] = []
-    for choice in filter(is_block, layers):
-        if runs and runs[-1][0] == choice:
-            runs[-1] = choice, runs[-1][1] + 1
-        else:
-            runs.append((choice, 1))
-    return ", ".join(f"{count} x ZeRO {choice.zero} {_again(choice)}" for choice, count in runs)
+    blocks = filter(is_block, layers)
+    return ", ".join(f"{count} x ZeRO {c.zero} {way_text(c)}" for c, count in runs(blocks))
 
 
-def _again(choice: LayerChoice) -> str:
+def runs(layers: Iterable[LayerChoice]) -> Iterator[tuple[LayerChoice, int]]:
+    """Yield each run of equal layers: its choice and its length."""
+    return ((choice, len(list(same))) for choice, same in groupby(layers))
+
+
+def way_text(choice: LayerChoice) -> str:
+    """Return the recompute of a layer, and whether it is divided otherwise than its layout."""
     names = (
         choice.recompute.value
         if isinstance(choice.recompute, Recompute)

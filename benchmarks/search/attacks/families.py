@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.search.attacks.requests import option_text
 from parplan.commands.options.failure_options import FailureOptions
 from parplan.commands.options.pin_options import PinOptions
 from parplan.commands.options.search_options import SearchFlags
@@ -136,6 +137,7 @@ FAMILIES: Mapping[str, Family] = {
 
 LIMITS_GIB = (8, 11, 14, 19)  # most devices have room for more
 SLOWDOWNS = (None, 0.0, 0.02, 0.3)
+_NAMES = {"launchers": "for"}  # of fields that are not called as their options
 ROUNDS = ("throughput", "memory", "peak", "throughput", "goodput")  # of one family in turn
 
 
@@ -157,19 +159,12 @@ class Asked:
         """Return the request as on the command line."""
         parts = self.target, self.pins, self.flags, self.failing
         words = [
-            _option(each.name, getattr(part, each.name))
+            option_text(_NAMES.get(each.name, each.name), getattr(part, each.name))
             for part in parts
             for each in fields(part)
             if getattr(part, each.name) != each.default
         ]
         return " ".join(words)
-
-
-def _option(name: str, value: object) -> str:
-    flag = "--for" if name == "launchers" else f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-", 1)
-    return f"{flag} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def asked_requests(

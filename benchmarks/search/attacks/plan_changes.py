@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from benchmarks.search.attacks.allowed import left_out
+from benchmarks.search.attacks.change import runs, way_text
 from benchmarks.search.attacks.families import Asked
 from benchmarks.search.attacks.whole_plans import ROUNDING, Attack, limits_gib, slowest_s
 from parplan.costmodels.layers.recompute import Recompute
@@ -233,18 +234,7 @@ def describe(strategy: Strategy) -> str:
 
 
 def _stage_text(stage: Layers) -> str:
-    counts: list[tuple[LayerChoice, int]] = []
-    for choice in stage:
-        if counts and counts[-1][0] == choice:
-            counts[-1] = choice, counts[-1][1] + 1
-        else:
-            counts.append((choice, 1))
     return ", ".join(
-        f"{count} x {choice.kind} ZeRO {choice.zero} {_names(choice)}" for choice, count in counts
+        f"{count} x {choice.kind} ZeRO {choice.zero} {way_text(choice)}"
+        for choice, count in runs(stage)
     )
-
-
-def _names(choice: LayerChoice) -> str:
-    names = choice.recompute
-    text = names.value if isinstance(names, Recompute) else "+".join(names) or "none"
-    return text + (" divided otherwise" if choice.sharding is not None else "")

@@ -84,9 +84,15 @@ class Request:
 def _words(name: str, value: object) -> str:
     if value is None or value is False or value == ():
         return ""
-    option = f"--{name.replace('_', '-')}"
-    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return option if value is True else f"{option} {text}"
+    return option_text(name, value)
+
+
+def option_text(name: str, value: object) -> str:
+    """Return an option with its value as on the command line."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    return f"{flag} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def _asked(model: str, gpus: int, gpu: str = "a100-80gb", **flags: object) -> TargetOptions:
