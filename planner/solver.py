@@ -50,7 +50,7 @@ class Solution:
 
 @dataclass(slots=True)
 class ProgramCount:
-    """The programs that ran so far, with their variables and rows."""
+    """The programs that were solved so far, with their variables and rows."""
 
     programs: int = 0
     variables: int = 0
@@ -61,14 +61,25 @@ _COUNTS: ContextVar[tuple[ProgramCount, ...]] = ContextVar("counts of programs",
 
 
 @contextlib.contextmanager
-def counted_programs() -> Iterator[ProgramCount]:
-    """Yields a count of the programs that run inside of it, also for the counts around it."""
+def counted_programs(*, apart: bool = False) -> Iterator[ProgramCount]:
+    """Yields a count of the programs solved inside of it, also for the counts around it.
+
+    apart: the counts around it leave the programs out, until `count_programs` adds them
+    """
     count = ProgramCount()
-    before = _COUNTS.set((*_COUNTS.get(), count))
+    before = _COUNTS.set((count,) if apart else (*_COUNTS.get(), count))
     try:
         yield count
     finally:
         _COUNTS.reset(before)
+
+
+def count_programs(solved: ProgramCount) -> None:
+    """Adds programs that were solved, now or before for another search, to all counts."""
+    for count in _COUNTS.get():
+        count.programs += solved.programs
+        count.variables += solved.variables
+        count.rows += solved.rows
 
 
 class Problem:
@@ -125,11 +136,6 @@ class Problem:
         limit_s = None if time_limit_s is None else max(0.0, time_limit_s)
         command = _command(solver, limit_s)
         started_s = time.monotonic()
-        variables, rows = self.size
-        for count in _COUNTS.get():
-            count.programs += 1
-            count.variables += variables
-            count.rows += rows
         try:
             self._problem.solve(command)
         except pulp.PulpSolverError as error:
@@ -139,12 +145,14 @@ class Problem:
         sol_status = self._problem.sol_status
         if sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             self._require_kept(solver)
+            count_programs(ProgramCount(1, *self.size))
             return Solution(
                 float(pulp.value(self._problem.objective)),
                 proven=sol_status == pulp.LpSolutionOptimal,
             )
         over = limit_s is not None and time.monotonic() - started_s >= limit_s
         if status == pulp.LpStatusInfeasible and not over:
+            count_programs(ProgramCount(1, *self.size))
             return None
         # CBC reports a solve that it cut off as either of these
         if limit_s is not None and status in (pulp.LpStatusNotSolved, pulp.LpStatusInfeasible):

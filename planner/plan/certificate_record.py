@@ -51,7 +51,7 @@ class Certificate:
     """All integer programs of a search, and the one that certifies its plan.
 
     solver      the solver of all programs
-    programs    number of programs that ran: for bounds, for choices, for blocks and to certify
+    programs    number of programs that were solved: for bounds, choices, blocks and to certify
     variables   number of their variables
     rows        number of their rows
     layouts     number of layouts that no rule leaves out

@@ -24,7 +24,7 @@ from parplan.planner.plan.prediction import LayerProof, Status
 from parplan.planner.request import SolverName
 from parplan.planner.search.search_results import SearchResult
 from parplan.planner.search.search_session import DescribedPrices, SearchSession
-from parplan.planner.solver import Unsolved
+from parplan.planner.solver import ProgramCount, Unsolved, count_programs, counted_programs
 from parplan.profiles.errors import SolverError
 from parplan.profiles.models.operator_graph import LayerKey
 
@@ -70,15 +70,26 @@ def layer_proof(
         if _may_be_certified(choice, strategy)
     )
     b = layout.micro_batch_size
-    gains = [
-        gain
-        for layer in choices
-        for gain in catalogue.price_cache.once(
+    gains: list[float] = []
+    for layer in choices:
+        gains_of_layer, count = catalogue.price_cache.once(
             ("layer proof", b, layer, solver),
-            partial(_gains, b, layer, catalogue, solver, time_limit_s),
+            partial(_counted_gains, b, layer, catalogue, solver, time_limit_s),
         )
-    ]
+        gains += gains_of_layer
+        count_programs(count)
     return LayerProof(programs=len(gains), gap=round(max(gains), 6)) if gains else None
+
+
+def _counted_gains(
+    micro_batch_size: int,
+    layer: tuple[LayerKey, Sharding, RecomputedOperators],
+    catalogue: Catalogue,
+    solver: SolverName,
+    time_limit_s: float,
+) -> tuple[list[float], ProgramCount]:
+    with counted_programs(apart=True) as count:
+        return _gains(micro_batch_size, layer, catalogue, solver, time_limit_s), count
 
 
 def _gains(

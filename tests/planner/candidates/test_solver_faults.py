@@ -293,6 +293,7 @@ def test_highs_that_is_missing_is_an_error_with_exit_code_4(monkeypatch):
 
 
 SMALL = ("--model", "gpt-1.5b", "--gpus", "8", "--pp", "2,4,8", "--schedule", "1f1b")
+PROGRAMS_ONLY = ("--zero", "0,1")  # where every choice of blocks is a program's
 
 
 @pytest.mark.slow
@@ -313,6 +314,19 @@ def test_the_command_warns_and_notes_what_the_solver_failed_on(fake_cbc, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_plan_that_needs_no_program_counts_none_that_failed(fake_cbc, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fake_cbc("exit 3")
+
+    done = CliRunner().invoke(main, SMALL)
+
+    assert done.exit_code == 0
+    assert done.stderr.startswith("warning: the solver failed on ")
+    assert "integer program" not in done.stdout
+    assert read_plan(tmp_path / "plan.yaml").search.certificate.programs == 0
+
+
+@pytest.mark.slow
 def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
     fake_cbc("exit 3")
 
@@ -324,6 +338,7 @@ def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
             "from parplan import cli; cli.main()",
             pulp.PULP_CBC_CMD.pulp_cbc_path,
             *SMALL,
+            *PROGRAMS_ONLY,
             "--output",
             str(tmp_path / "plan.yaml"),
         ],
