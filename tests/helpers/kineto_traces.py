@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 BASE_NS = 1_700_000_000_000_000_000  # 2023-11-14
 MAIN, AUTOGRAD = 1, 2  # threads of the host
-_CORRELATIONS = count(1)
 
 
 def host(name: str, start: float, end: float, thread: int = MAIN, cat: str = "cpu_op"):
@@ -45,7 +44,7 @@ class Kernels:
         thread: int = MAIN,
         **arguments: Any,
     ) -> None:
-        correlation = next(_CORRELATIONS)
+        correlation = zlib.crc32(f"{name} {start} {launched} {thread}".encode())
         self.events += [
             host("cudaLaunchKernel", launched, launched + 5, thread, cat="cuda_runtime")
             | {"args": {"correlation": correlation}},

@@ -42,7 +42,7 @@ class Prices:
     """Prices under one price cache and memory limit.
 
     evaluations  counts the priced steps and memories of ranks
-    slowest_s    the longest closed form that the memory objective allows
+    slowest_s    the longest step that the memory objective allows
     leanest      the least peak of strategies with a value of at most `as_good`
     """
 
@@ -133,7 +133,7 @@ class Prices:
 
     def _leanness(self, strategy: Strategy, peak_bytes: float) -> Candidate | None:
         price = price_step(strategy, self.price_cache)
-        if price.closed_form_s > self.slowest_s:
+        if price.step_s > self.slowest_s:
             return None
         redundant = sum(rank.total for rank in price.redundant)
         value = strategy.layout.mesh.ranks_per_stage * redundant
