@@ -88,7 +88,7 @@ HOST_WHERE_NEEDED = UnsearchedPart(
 
 ORDERS_IN_CHUNKS = UnsearchedPart(
     "other orders of a rank's blocks in chunks",
-    "those that recompute come last, or first with the same numbers of blocks of each kind",
+    "those with the largest workspace come first, which takes the least memory",
 )
 OPERATORS_WHERE_NEEDED = UnsearchedPart(
     "blocks in chunks that are used an operator at a time, where something fits by blocks",

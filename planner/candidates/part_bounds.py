@@ -96,7 +96,9 @@ class PartBounds(RangeBounds):
     @cached_property
     def _tailed_s(self) -> list[Array]:
         """Seconds of data parallelism by range, with the share of the tail, by ZeRO stage."""
-        return [s.per_micro_batch_s + s.tail_s / self.repeats for s in self._states]
+        return [
+            s.per_micro_batch_s + (s.tail_s - self._unsure_s) / self.repeats for s in self._states
+        ]
 
     def unlimited_s(self, stage: int) -> Array:
         times = super().unlimited_s(stage) - self._data_s + np.minimum.reduce(self._tailed_s)

@@ -208,7 +208,12 @@ class RangeBounds(PathBounds):
         b, sharding = layout.micro_batch_size, layout.sharding
         self._passes = tables.passes(b, sharding)
         self._states = [tables.states(b, layout.mesh, sharding, zero) for zero in zeros]
-        self._data_s, self._tails_s = tables.least_data(b, layout.mesh, sharding, zeros)
+        self._data_s, tails_s = tables.least_data(b, layout.mesh, sharding, zeros)
+        # parts of one rank add the gradients of what both hold without sending
+        self._unsure_s = (
+            tables.shared_s(layout.mesh, sharding) if layout.virtual_stages > 1 else 0.0
+        )
+        self._tails_s = tails_s - self._unsure_s
         self._once = KeyedCache()
         self._frees = gradients_come_and_go(layout, tables.price_cache)
 

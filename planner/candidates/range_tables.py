@@ -259,7 +259,7 @@ class RangeTables:
         spare = 1 + price_cache.training.stack.allocator_share
         return RangeStates(
             per_micro_batch_s=per_micro_batch_s,
-            tail_s=per_step_s + self._shared_s(mesh, sharding),
+            tail_s=per_step_s + self.shared_s(mesh, sharding),
             held=states + buffer + step_copies / spare,
             buffer=buffer,
             gradients=gradients,
@@ -321,7 +321,7 @@ class RangeTables:
         key: Hashable = ("link", link_of(here, there, layout, self.price_cache), here == there)
         return self._once(key, make)
 
-    def _shared_s(self, mesh: Mesh, sharding: Sharding) -> Array:
+    def shared_s(self, mesh: Mesh, sharding: Sharding) -> Array:
         """Seconds a step to sum gradients of parameters that other stages hold too."""
         total = np.zeros((self.size, self.size + 1))
         for shared in self.price_cache.shared_parameters if mesh.pp > 1 else ():

@@ -22,7 +22,7 @@ activations: all of those are tried.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,28 @@ import numpy.typing as npt
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints
 from parplan.planner.host_options.location_costs import LocationCosts
+from parplan.planner.layer_options.mixes import Mixes, column_of
+
+
+def widest_first(mixes: Mixes) -> Mixes:
+    """Returns the mixes of a rank whose blocks with the largest workspace come first.
+
+    A backward pass begins with the last block. When it reaches a block, those behind it have freed
+    what they saved of the micro-batch: `workspace_bytes` is the most that a pass takes beyond all
+    saved bytes, and no other order of the blocks needs less. Mixes that offload activations keep
+    their order and workspace.
+    """
+    workspace = column_of(mixes.options, "workspace_bytes")
+    saved = column_of(mixes.options, "saved_bytes")
+    freed = np.zeros(len(mixes.chunk_counts))
+    most = np.full(len(mixes.chunk_counts), -np.inf)
+    for option in np.argsort(workspace, kind="stable"):  # from the last blocks to the first
+        count = mixes.chunk_counts[:, option]
+        most = np.where(count > 0, np.maximum(most, workspace[option] - freed), most)
+        freed += count * saved[option]
+    return replace(
+        mixes, workspace_bytes=np.where(mixes.host_bytes > 0, mixes.workspace_bytes, most)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, combinations_with_replacement, pairwise
+from itertools import combinations, combinations_with_replacement, pairwise, permutations
 from typing import Any
 
 import numpy as np
 
-from parplan.planner.dominance import Array, Ints, lower_hull, new_lows
+from parplan.planner.dominance import Array, Ints, lower_hull, new_lows, undominated_rows
 from parplan.planner.layer_options.layer_option import LayerOption
 
 _BY_ROW = (
@@ -242,6 +242,19 @@ def pure_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: in
     )
 
 
+def lean_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
+    """Returns the pure mixes, and those whose last block of a chunk saves more and needs less.
+
+    The leanest mix is among them, whatever the order of its blocks.
+    """
+    total, some = -(-num_blocks // num_chunks), np.eye(len(options), dtype=COUNTS)
+    narrow = undominated_rows(
+        column_of(options, "saved_bytes"), column_of(options, "workspace_bytes")
+    )
+    pairs = [(total - 1) * some[i] + some[j] for i, j in permutations(narrow, 2) if total > 1]
+    return _mixes(options, np.array([*(total * some), *pairs], COUNTS), num_blocks, num_chunks)
+
+
 def _mixes(
     options: tuple[LayerOption, ...], chunk: Ints, num_blocks: int, num_chunks: int
 ) -> Mixes:
@@ -397,13 +410,16 @@ class MixHulls:
     first_s: Array
     slope: Array
 
-    def least_s(self, room: Array, in_flight: float) -> Array:
-        """Returns the least seconds of a block by price and `room`.
+    def least_s(self, room: Array, in_flight: float, freed: float) -> Array:
+        """Returns the least seconds of a block by price and `room`, infinity where none fits.
 
-        The workspace and the saved bytes of `in_flight` micro-batches must fit; infinity where they
-        do not.
+        The saved bytes of `in_flight` blocks must fit beside the least workspace. Without those of
+        `freed` blocks, which other blocks may free before, they must fit beside any workspace.
         """
-        each = (room - self.workspace[:, :, None]) / in_flight
+        each = (room - self.workspace[:, :1, None]) / in_flight
+        beside = room - self.workspace[:, :, None]
+        kept = in_flight - freed
+        each = np.minimum(each, beside / kept if kept > 0 else np.where(beside < 0, -1.0, np.inf))
         beyond = each - self.kept[:, :, None]
         block_s = self.first_s[:, :, 0, None] + self.slope[:, :, 0, None] * beyond
         for side in range(1, self.slope.shape[2]):

@@ -34,7 +34,7 @@ from parplan.planner.search.search_session import ROUNDING, SearchSession
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import ChunkColumns, Columns, lean_step_bytes
 from parplan.planner.stage_columns.embedding_columns import AnyEnds, ColumnMaker
-from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn, turned
+from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn
 from parplan.profiles.errors import InfeasibleError
 
 TRIES = 6  # attempts at a faster plan of a layout whose exact step is too long
@@ -217,42 +217,13 @@ def _columns(
 def _priced(
     layout: ParallelLayout, choice: MasterChoice, bound: float, session: SearchSession
 ) -> LeanChoice | None:
-    """A choice with the exact schedules of its chunks, None where device or host lacks room.
-
-    Blocks that recompute come last, as the columns are priced, or first where that is leaner and no
-    slower: later blocks have then freed their activations. The bound is lowered by as much.
-    """
-    lean = _priced_in_order(layout, choice, choice.columns, bound, session)
-    mixed = any(len(column.mix) > 1 for column in choice.columns)
-    if not (lean and mixed and layout.chunked):
-        return lean
-    other = _priced_in_order(layout, choice, turned(choice.columns), bound, session)
-    gain = _held_bytes(lean) - _held_bytes(other) if other else 0.0
-    if other is None or gain <= 0 or other.price.step_s > lean.price.step_s:
-        return lean
-    return replace(other, value=lean.value - gain, bound=bound - gain)
-
-
-def _held_bytes(lean: LeanChoice) -> float:
-    """Redundant bytes of the cluster by the exact schedules."""
-    redundant = sum(rank.total for rank in lean.price.redundant)
-    return lean.layout.mesh.ranks_per_stage * redundant
-
-
-def _priced_in_order(
-    layout: ParallelLayout,
-    choice: MasterChoice,
-    columns: tuple[StageColumn, ...],
-    bound: float,
-    session: SearchSession,
-) -> LeanChoice | None:
-    """A choice with its blocks in the order of `columns`, None where device or host lacks room."""
+    """A choice with the exact schedules of its chunks, None where device or host lacks room."""
     price_cache = described_prices(session.book_of(layout, choice))
-    strategy = to_strategy(layout, columns)
+    strategy = to_strategy(layout, choice.columns)
     if layout.chunked:
         budgets = tuple(
             int(usable_bytes(column.memory_bytes, layout.mesh, price_cache)) + 1
-            for column in columns
+            for column in choice.columns
         )
         price_cache = price_cache.within(replace(price_cache.chunking, device_bytes=budgets))
     try:

@@ -28,11 +28,7 @@ from parplan.planner.search.search_session import (
 )
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.stage_column import (
-    interchangeable_ends,
-    turned,
-    worth_scheduling,
-)
+from parplan.planner.stage_columns.stage_column import interchangeable_ends, worth_scheduling
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 
 IMPROVED = 3  # strategies whose blocks are moved between stages
@@ -102,13 +98,8 @@ def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
 
 
 def _other_homes(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
-    """The choice of a chunked layout in the other order, and without a pipeline its best columns.
-
-    Where blocks that recompute come first, those behind them have freed their activations.
-    """
+    """The best columns of a chunked layout without a pipeline."""
     layout = solved.layout
-    if layout.chunked and any(len(column.mix) > 1 for column in solved.choice.columns):
-        yield to_strategy(layout, turned(solved.choice.columns))
     if layout.chunked and layout.mesh.pp == 1:
         columns = rank_columns(0, layout, session.table).fastest(
             session.num_blocks, session.limit_bytes

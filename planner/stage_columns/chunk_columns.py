@@ -27,9 +27,13 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints, undominated_rows
-from parplan.planner.host_options.chunk_mixes import ChunkMixes, OffloadedActivations
+from parplan.planner.host_options.chunk_mixes import (
+    ChunkMixes,
+    OffloadedActivations,
+    widest_first,
+)
 from parplan.planner.host_options.location_costs import LocationCosts, Tensors
-from parplan.planner.layer_options.mixes import Mixes, column_of, pure_mixes, skyline
+from parplan.planner.layer_options.mixes import Mixes, column_of, lean_mixes, skyline
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.mix_prices import MixPrices, PricedMixes
@@ -269,14 +273,25 @@ class ChunkColumns(LocatedColumns):
         self.table = table
 
     def _every(self, num_blocks: int) -> Mixes:
-        return self.table.get(self.layout, self.rank, num_blocks, self.zero)
+        return widest_first(self.table.get(self.layout, self.rank, num_blocks, self.zero))
 
     def _pure(self, num_blocks: int) -> Mixes:
-        return pure_mixes(
-            self.table.placed(self.layout, self.rank, self.zero),
-            num_blocks,
-            self.layout.virtual_stages,
-        )
+        options = self.table.placed(self.layout, self.rank, self.zero)
+        return widest_first(lean_mixes(options, num_blocks, self.layout.virtual_stages))
+
+    def _column(
+        self,
+        mixes: ChunkMixes,
+        priced: PricedMixes,
+        rows: Ints,
+        cell: tuple[int, int],
+        time_s: float,
+    ) -> StageColumn:
+        column = super()._column(mixes, priced, rows, cell, time_s)
+        if any(option.host_bytes for option, _ in column.mix):
+            return column
+        widest = sorted(column.mix, key=lambda each: -each[0].workspace_bytes)
+        return replace(column, mix=tuple(widest))
 
     def _homes(self, num_blocks: int) -> Iterator[tuple[LocationCosts, Tensors]]:
         """Yields the costs of locations, for each way to divide the weights."""
@@ -307,7 +322,7 @@ class ChunkColumns(LocatedColumns):
         """
         price_cache = self.table.price_cache
         usable = usable_bytes(limit_bytes, self.layout.mesh, price_cache)
-        every = self.table.get(self.layout, self.rank, num_blocks, self.zero)
+        every = self._every(num_blocks)
         ideal = self._ideal_states(num_blocks)
         step = lean_step_bytes(self.layout, price_cache)
         columns = []
@@ -363,8 +378,13 @@ class ChunkColumns(LocatedColumns):
         """
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         columns: list[StageColumn] = []
-        allocated = self._in_blocks(self.compute.priced(self._pure(num_blocks), self.zero))
-        ends = np.linspace(float(allocated.min()), float(allocated.max()), STEPS)
+        pure = self._pure(num_blocks)
+        allocated, workspace = (
+            self._in_blocks(self.compute.priced(pure, self.zero)),
+            pure.workspace_bytes,
+        )
+        least = float((allocated - workspace).min() + workspace.min())
+        ends = np.linspace(least, float(allocated.max()), STEPS)
         begins = np.insert(ends, 0, ends[0])[::-1]
         for costs, tensors in self._homes(num_blocks):
             compute_s = self._least_s(num_blocks, np.append(ends, ENDLESS)[::-1], tensors)
@@ -400,9 +420,10 @@ class ChunkColumns(LocatedColumns):
         """
         always = self._outside_bytes + self._lasting_bytes((LayerKind.HEAD,)) - self.fixed.used_up
         in_flight = self.compute.stashes * num_blocks / self.layout.virtual_stages
+        freed = float(-(-num_blocks // self.layout.virtual_stages))
         hulls = self.table.hulls(self.layout, self.rank, tensors)
         shares = np.linspace(0.0, 1.0, SHARES + 1 if len(hulls.prices) > 1 else 1)
-        least_s = hulls.least_s(allocated - always, in_flight)
+        least_s = hulls.least_s(allocated - always, in_flight, freed)
         paid_s = np.multiply.outer(hulls.prices, shares * self.host_share_bytes / in_flight)
         block_s = np.max(least_s[:, :, None] - paid_s[:, None, :], axis=0)
         compute_s: Array = num_blocks * block_s + self.fixed.time_s

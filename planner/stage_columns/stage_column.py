@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -85,11 +85,6 @@ class StageColumn:
     def alone_s(self, num_micro_batches: int) -> float:
         """Seconds of all micro-batches of the rank and of its tail, for any other ranks."""
         return num_micro_batches * self.time_s + self.tail_s
-
-
-def turned(columns: Iterable[StageColumn]) -> tuple[StageColumn, ...]:
-    """Returns the columns with the blocks of each in the other order."""
-    return tuple(replace(column, mix=column.mix[::-1]) for column in columns)
 
 
 def worth_scheduling(columns: Iterable[StageColumn], num_micro_batches: int) -> list[StageColumn]:

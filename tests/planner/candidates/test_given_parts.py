@@ -52,7 +52,7 @@ def test_a_search_holds_the_bounds_of_few_layouts(monkeypatch):
     monkeypatch.setattr("parplan.planner.candidates.range_tables.MOST_TABLES", most)
     model = replace(PREFIX, num_layers=8, blocks=(BlockRun(experts=False), BlockRun(num_blocks=7)))
     prices = BlockClassPrices(request_of(model, Constraints(pp=(1, 2, 4), tp=(1,))))
-    tables = set(prices._ranges.values())
+    tables = {each for nodes in prices._machines.values() for each in nodes._ranges.values()}
     made: list[RangeTables] = []
     make = RangeBounds.__init__
 
