@@ -223,7 +223,7 @@ def every_point(question: PlanRequest[ModelSpec]) -> list[Point]:
             rank.total for rank in price.redundant
         )
         peak = max(memory.total for memory in price.memory)
-        points.append(Point(price.closed_form_s, redundant, peak, 0.0))
+        points.append(Point(price.closed_form_s, price.step_s, redundant, peak, 0.0))
     return points
 
 

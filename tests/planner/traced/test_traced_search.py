@@ -484,7 +484,7 @@ def every_price(search: SearchSession) -> list[Point]:
             redundant = layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
             peak = max(memory.total for memory in price.memory)
             host = max(memory.host for memory in price.memory)
-            points.append(Point(price.closed_form_s, redundant, peak, host))
+            points.append(Point(price.closed_form_s, price.step_s, redundant, peak, host))
     return points
 
 
