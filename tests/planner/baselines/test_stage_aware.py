@@ -163,7 +163,7 @@ FEW, ALL = (Schedule.ONE_F_ONE_B, Schedule.SCP), (Schedule.ONE_F_ONE_B, *sorted(
             pytest.param(
                 *case,
                 ALL,
-                (7, 8, 9, 11, 13, 16, 22),
+                (8, 11, 16),
                 marks=pytest.mark.slow,
                 id="-".join(map(str, case)),
             )

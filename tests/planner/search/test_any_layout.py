@@ -21,7 +21,7 @@ from tests.helpers.planning import find_plan
 
 SEED = 20
 LAYOUTS = 40
-ALL_LAYOUTS = 3000
+ALL_LAYOUTS = 1000
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 TINY = ("--model", "gpt-tiny", "--gpus", "8")
 TRAINING = TrainingSpec(global_batch_size=16, seq_length=64, stack=NEUTRAL)
