@@ -8,8 +8,11 @@ blocks placed) finds the least sum of ramps (planner/limit_boxes.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -84,6 +87,38 @@ def in_reach_of(
         within = bound_s <= step_s * (1 + NEAR)
         kept.append([c for c, holds in zip(rank.columns, within, strict=True) if holds])
     return kept
+
+
+def contents_in_reach(
+    layout: ParallelLayout, options: Options, num_blocks: int, share: float, step_s: float
+) -> list[set[Hashable]]:
+    """Returns by rank the contents that a choice of at most `step_s` may have.
+
+    `options` are bounds, of which averages stand for plans. A number of blocks is out of reach if
+    it is with the least of each of its seconds.
+    """
+    equal = layout.equal_ranks or layout.mesh.pp == 1
+    placed = equal or any(column.layers for columns in options for column in columns)
+    if placed or not longer_never_pays(layout, share):
+        return [{column.contents for column in columns} for columns in options]
+    number = attrgetter("num_blocks")
+    least = [
+        [_least_of(list(alike)) for _, alike in groupby(sorted(columns, key=number), number)]
+        for columns in options
+    ]
+    near = in_reach_of(layout, least, num_blocks, share, step_s)
+    return [{column.contents for column in columns} for columns in near]
+
+
+def _least_of(columns: Sequence[StageColumn]) -> StageColumn:
+    """Returns a column with the least of each of the seconds of some columns."""
+    return replace(
+        columns[0],
+        **{
+            name: min(getattr(column, name) for column in columns)
+            for name in ("time_s", "tail_s", "plain_s", "ramp_s")
+        },
+    )
 
 
 def _placed_s(ranks: Sequence[_RankArrays], num_blocks: int) -> list[Array]:

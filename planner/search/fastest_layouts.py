@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.branch_and_bound import (
     WORTH_REPLAYING,
@@ -17,6 +18,7 @@ from parplan.planner.candidates.branch_and_bound import (
 )
 from parplan.planner.master import MasterChoice
 from parplan.planner.objective import Objective
+from parplan.planner.placed_blocks import contents_in_reach
 from parplan.planner.search.one_candidate import (
     fastest_choice,
     nearly_equal_s,
@@ -137,7 +139,7 @@ class _Fastest:
 
         Layouts whose mixes of real numbers of blocks are not below the cut are not solved.
         """
-        session = self.session
+        session, counts = self.session, None
         if session.prices.any_list and not layout.chunked:
             if layout.recomputes_ahead:
                 bounds = session.relaxed(layout, cut_s, averages=True)
@@ -154,7 +156,9 @@ class _Fastest:
             if averages is None or averages_s >= cut_s:
                 self.session.raised_s(layout, min(averages_s, cut_s))
                 return known
-        relaxed = session.relaxed(layout, cut_s)
+            share = bubble_share(layout, session.price_cache)
+            counts = contents_in_reach(layout, averages, session.num_blocks, share, cut_s)
+        relaxed = session.relaxed(layout, cut_s, counts=counts)
         relaxed_s = relaxed_bound_s(layout, relaxed, cut_s, session)
         # Columns that take longer than the cut are left out.
         self.session.raised_s(layout, min(relaxed_s, cut_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Sequence
 
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
@@ -17,7 +17,12 @@ from parplan.planner.master import (
     separable,
 )
 from parplan.planner.paths_of_layers import fastest_path, on_paths, one_range_a_rank
-from parplan.planner.placed_blocks import fastest_placed, in_reach_of, joined_by_blocks
+from parplan.planner.placed_blocks import (
+    contents_in_reach,
+    fastest_placed,
+    in_reach_of,
+    joined_by_blocks,
+)
 from parplan.planner.search.search_session import INFINITY, SearchSession
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.stage_column import StageColumn, alike_ends
@@ -82,9 +87,9 @@ def fastest_choice(
     """
     num_layers = session.num_blocks
     share = bubble_share(layout, session.price_cache)
-    counts: list[Collection[Hashable]] = [
-        {column.contents for column in columns} for columns in relaxed
-    ]
+    counts = contents_in_reach(layout, relaxed, num_layers, share, cut_s)
+    if not all(counts):
+        return None
     options = session.columns(
         layout, lambda rank, count: session.fastest(rank, count, layout, cut_s), cut_s, counts
     )
@@ -182,7 +187,14 @@ def _averages_s(
                 return best
             if not any(column.corner for columns in relaxed for column in columns):
                 return fastest.step_s
-    if relaxed is None or lower_bound_s(layout, relaxed, num_layers, share) is None:
+    if relaxed is None:
+        return best
+    contents = contents_in_reach(layout, relaxed, num_layers, share, best)
+    relaxed = [
+        [column for column in columns if column.contents in some]
+        for columns, some in zip(relaxed, contents, strict=True)
+    ]
+    if lower_bound_s(layout, relaxed, num_layers, share) is None:
         return best
     master = Master(layout, relaxed, num_layers, tied=tied, share=share)
     return master.bound_s(session.options.solver, session.solver_limit_s()) or 0.0

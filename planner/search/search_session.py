@@ -507,6 +507,7 @@ class SearchSession:
         *,
         plain: bool = False,
         averages: bool = False,
+        counts: Sequence[Collection[Hashable]] | None = None,
     ) -> list[list[StageColumn]] | None:
         """Returns columns of real numbers of blocks (`RankColumns.relaxed`), a bound of every plan.
 
@@ -515,6 +516,7 @@ class SearchSession:
         them is not.
 
         averages    the columns of `RankColumns.averages`, which take less to find
+        counts      by rank, the contents that count
         """
 
         def make(rank: Columns, count: int) -> list[StageColumn]:
@@ -526,7 +528,7 @@ class SearchSession:
             too_slow = all(self._too_slow(layout, column, cut_s) for column in columns)
             return [] if too_slow else columns
 
-        return self.columns(layout, make, cut_s)
+        return self.columns(layout, make, cut_s, counts)
 
     def fastest(
         self, rank: Columns, count: int, layout: ParallelLayout, cut_s: float

@@ -13,7 +13,12 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.master import Master, evaluate
-from parplan.planner.placed_blocks import fastest_placed, in_reach_of, joined_by_blocks
+from parplan.planner.placed_blocks import (
+    contents_in_reach,
+    fastest_placed,
+    in_reach_of,
+    joined_by_blocks,
+)
 from parplan.planner.request import SolverName
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.errors import OutOfTimeError
@@ -101,6 +106,39 @@ def test_no_column_of_a_choice_as_fast_is_left_out(seed, schedule):
                 continue
             if evaluate(layout, columns, proven=True, share=1.0).step_s <= step_s:
                 assert all(c in of_rank for c, of_rank in zip(columns, kept, strict=True))
+
+
+def average(first, second, share):
+    """Returns a column between two with equally many blocks."""
+    names = ("time_s", "tail_s", "plain_s", "ramp_s")
+    pairs = {name: (getattr(first, name), getattr(second, name)) for name in names}
+    return replace(first, **{name: share * a + (1 - share) * b for name, (a, b) in pairs.items()})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_contents_of_averages_as_fast_are_left_out(seed, schedule):
+    layout, options, num_blocks = random_case(seed, schedule)
+    least_s = least_of_all_s(layout, options, num_blocks, tied=False)
+    rng, left_out = random.Random(seed), 0
+    averages = [
+        [
+            average(a, b, rng.random())
+            for a, b in itertools.combinations_with_replacement(columns, 2)
+            if a.num_blocks == b.num_blocks
+        ]
+        for columns in options
+    ]
+
+    for step_s in (least_s * 0.9, least_s, least_s * 1.05) if least_s < math.inf else ():
+        kept = contents_in_reach(layout, options, num_blocks, 1.0, step_s)
+        for columns in itertools.product(*averages):
+            if sum(column.num_blocks for column in columns) != num_blocks:
+                continue
+            inside = all(c.contents in of_rank for c, of_rank in zip(columns, kept, strict=True))
+            left_out += not inside
+            assert inside or evaluate(layout, columns, proven=True, share=1.0).step_s > step_s
+    assert left_out or least_s == math.inf
 
 
 @pytest.mark.parametrize("solver", list(SolverName))
