@@ -35,9 +35,7 @@ class TensorFlow:
 
         An axis of one rank divides nothing.
         """
-        places = zip(self.source, self.target, degrees, strict=True)
-        moves = any(source != target for source, target, ranks in places if ranks > 1)
-        return moves and not self.gathers(degrees)
+        return differ(self.source, self.target, degrees) and not self.gathers(degrees)
 
     def kept_twice(self, degrees: tuple[int, ...]) -> bool:
         """Returns true when the reader's copy at `target` is beside the maker's own.
@@ -46,9 +44,19 @@ class TensorFlow:
         """
         return self.makers_own and self.keeps_own_copy(degrees)
 
+    def moves(self, degrees: tuple[int, ...]) -> bool:
+        """Returns true when the tensor or its gradient goes between ranks on its way."""
+        return any(differ(self.source, place, degrees) for place in (self.target, self.gradient))
+
     def gathers(self, degrees: tuple[int, ...]) -> bool:
         """Returns true when the reader has more of the tensor than the maker left."""
         return placed_parts(self.source, degrees) > placed_parts(self.target, degrees)
+
+
+def differ(first: Place, second: Place, degrees: tuple[int, ...]) -> bool:
+    """Returns whether two placements differ on an axis of more than one rank."""
+    places = zip(first, second, degrees, strict=True)
+    return any(one != other for one, other, ranks in places if ranks > 1)
 
 
 Edges = Mapping[tuple[str, str], TensorFlow]
@@ -79,6 +87,14 @@ def shared_beside_a_copy(layer: LayerClass, sharding: Sharding) -> bool:
     for (_, name), edge in tensor_flows_of(layer, sharding).items():
         copies.setdefault(name, []).append(edge.keeps_own_copy(sharding.degrees))
     return any(flags[0] and not all(flags) for flags in copies.values())
+
+
+def moved_by_several(layer: LayerClass, sharding: Sharding) -> bool:
+    """Returns true when several readers move one tensor, which goes to alike readers once."""
+    moves: dict[str, int] = {}
+    for (_, name), edge in tensor_flows_of(layer, sharding).items():
+        moves[name] = moves.get(name, 0) + edge.moves(sharding.degrees)
+    return max(moves.values(), default=0) > 1
 
 
 def saves_own_output(maker: Operator | None) -> bool:

@@ -42,6 +42,10 @@ _ALWAYS = (
         "a stage has one layout of the weights",
     ),
     UnsearchedPart("different ZeRO stages of embedding and head on one rank", "they have one"),
+    UnsearchedPart(
+        "other divisions of a head with modules that predict further tokens",
+        "they look tokens up in one table, which Megatron's way divides",
+    ),
 )
 _UNLIKE = (
     UnsearchedPart(

@@ -15,7 +15,7 @@ import numpy as np
 
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute, ideal_saved_bytes
-from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
+from parplan.costmodels.layers.tensor_flow import moved_by_several, shared_beside_a_copy
 from parplan.costmodels.operators.micro_batches import numbers_of_tensors
 from parplan.costmodels.operators.sharding import BATCH, Sharding, Split, Splits, TokenPart
 from parplan.costmodels.price_cache import PriceCache
@@ -115,8 +115,8 @@ class BlockProblems:
     ) -> LayerProblem:
         sizes, strategies = self.of_sizes(micro_batch_size, sharding, kind)
         problems = self._once(
-            (sizes, _axes(kind, sharding), sharding.boundary),
-            lambda: strategies.problems(sharding.boundary),
+            (sizes, _axes(kind, sharding), sharding.boundary, sharding.reads_tower),
+            lambda: strategies.problems(sharding),
         )
         return problems[sizes.index(micro_batch_size * sharding.data)]
 
@@ -301,7 +301,7 @@ class Catalogue:
             return {(b, sharding): {weight_layouts[0]: min(levels_s)}}
         sizes, strategies = self.problem.of_sizes(b, sharding, self.key)
         least_s = least_times_of_sizes_s(
-            strategies.of_all_sizes(sharding.boundary),
+            strategies.of_all_sizes(sharding),
             [strategies.without_recompute(kept) for kept in strategies.kept_of],
             [self._allowed(each, None, sharding) for each in weight_layouts],
         )
@@ -354,7 +354,7 @@ class Catalogue:
             if keeps_all:
                 kept = [strategies.without_recompute(each) for each in kept]
             return front_corners(
-                strategies.of_all_sizes(sharding.boundary),
+                strategies.of_all_sizes(sharding),
                 kept,
                 [self._allowed(each, None, sharding) for each in weight_layouts],
                 self._prices_of_bytes(b, sharding),
@@ -520,20 +520,18 @@ class Catalogue:
         block = self.price_cache.kept_layer(self.key, b * sharding.data, sharding.part)
         saved_bytes = picked.saved_bytes
         workspace_bytes = picked.workspace_bytes
+        # The problem adds over pairs of operators. It does not know copies and moves of one tensor
+        # that several share; its bytes are those of GPUs and of whole micro-batches.
+        shared = self._once(
+            ("shared", b * sharding.data, divided),
+            lambda: shared_beside_a_copy(block, divided) or moved_by_several(block, divided),
+        )
         time_s = (
             self.price_cache.layer_time(self.key, b, divided, names).total_s
-            if sharding.overlap
+            if sharding.overlap or shared
             else picked.launched_s
         )
-        # The problem does not know copies that are no sum over pairs; its bytes are those of GPUs
-        # and of whole micro-batches.
-        if (
-            sharding.overlap
-            or self._once(
-                ("copies", b * sharding.data, divided), lambda: shared_beside_a_copy(block, divided)
-            )
-            or self.price_cache.plain_dropout
-        ):
+        if sharding.overlap or shared or self.price_cache.plain_dropout:
             size = self.price_cache.activations(self.key, b, divided, names)
             saved_bytes, workspace_bytes = float(size.saved), float(size.workspace)
         return LayerOption(

@@ -16,6 +16,7 @@ from parplan.planner.layer_options.layer_option import LayerOption, WeightLayout
 from parplan.planner.layer_options.layer_problem import LayerProblem, StrategyOption
 from parplan.planner.layer_options.layer_program import evaluate
 from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.parts.multi_token import is_in_module
 
 
 class EndOptions:
@@ -51,10 +52,14 @@ class EndOptions:
     def others(self, choices: LayerProblem) -> Iterator[LayerOption]:
         """Yields the ways that no way with the same division of the table equals or beats.
 
-        The values compared are seconds, saved bytes and workspace. No operator is recomputed.
+        The values compared are seconds, saved bytes and workspace. No operator is recomputed. A
+        head with modules that predict further tokens has none besides Megatron's: they look tokens
+        up in one table.
         """
         megatron, sharding = self.megatron(), self.sharding
         operators = self.layer.operators
+        if any(is_in_module(operator.name) for operator in operators):
+            return
         kept = _kept(choices)
         every = np.indices([len(options) for options in kept.options])
         rows = every.reshape(len(operators), -1).T

@@ -268,7 +268,7 @@ def layer_problem(
     strategies = LayerStrategies(
         (layer,), inside, training, zero, dp, over_data=over_data, like=sharding
     )
-    (problem,) = strategies.problems(sharding.boundary)
+    (problem,) = strategies.problems(sharding)
     return problem
 
 
@@ -286,11 +286,15 @@ def _makers(layer: LayerClass) -> dict[tuple[int, str], str]:
 
 @dataclass(frozen=True, slots=True)
 class _MovedTensor:
-    """A tensor between two placements: seconds, and the bytes that reader and maker save."""
+    """A tensor between two placements: seconds, and the bytes that reader and maker save.
+
+    part_bytes    what the first saver of the tensor saves of it
+    """
 
     forward_s: Number
     backward_s: Number
     stored_bytes: Number
+    part_bytes: Number
     own_copy: bool
     makers_bytes: Number
 
@@ -402,9 +406,9 @@ class LayerStrategies:
             cp=like.cp,
         )
 
-    def problems(self, boundary: Place) -> tuple[LayerProblem, ...]:
-        """Returns the problem of each micro-batch size, between layers that lie at `boundary`."""
-        problem = self.of_all_sizes(boundary)
+    def problems(self, sharding: Sharding) -> tuple[LayerProblem, ...]:
+        """Returns the problem of each micro-batch size, between layers of the same `sharding`."""
+        problem = self.of_all_sizes(sharding)
         return tuple(problem.of_size(number, kept) for number, kept in enumerate(self.kept_of))
 
     @property
@@ -419,13 +423,14 @@ class LayerStrategies:
             for options, some in zip(self.options, kept, strict=True)
         ]
 
-    def of_all_sizes(self, boundary: Place) -> LayerProblem:
+    def of_all_sizes(self, sharding: Sharding) -> LayerProblem:
         """Returns the problem with the micro-batch size as the first axis of its costs."""
-        enters = OutputPlacement(boundary, False)
+        boundary = sharding.boundary
         links = [
-            self.links.get((reader, position)) or self._link(reader, position, None, enters)
+            self.links.get((reader, position))
+            or self._link(reader, position, None, OutputPlacement(sharding.arrives(tensor), False))
             for reader, operator in enumerate(self.layer.operators)
-            for position, _ in enumerate(operator.inputs)
+            for position, tensor in enumerate(operator.inputs)
         ]
         if self.layer.kind is not LayerKind.HEAD:
             links.append(self._last_link(InputPlacement(boundary, boundary, False)))
@@ -573,7 +578,10 @@ class LayerStrategies:
         """
         first = self.savers.get(tensor.name) == reader.name
         outside = tensor.name in self.layer.outside
-        saves = not outside and any(tensor.name == saved.name for saved in reader.saved)
+        # an operator may save a part of what it reads
+        kept = next((saved for saved in reader.saved if saved.name == tensor.name), None)
+        saves = not outside and kept is not None
+        part = self._part_of_the_saver(reader, tensor)
         nobody_saves = tensor.name not in self.savers
         by = self.layer.operator(maker) if maker else None
         of_attention = by is not None and by.kind is OperatorKind.ATTENTION
@@ -589,7 +597,9 @@ class LayerStrategies:
                     target=there,
                     gradient=gradient,
                     makers_own=saves_own_output(by),
-                )
+                ),
+                kept or tensor,
+                part,
             )
             for here in sources
             for there, gradient in targets
@@ -603,6 +613,7 @@ class LayerStrategies:
         remade = np.array([[left.recomputed] for left in lefts])
         own_copy = table([each.own_copy for each in moved]).astype(np.bool_)
         stored_bytes = table([each.stored_bytes for each in moved])
+        rest_bytes = stored_bytes - table([each.part_bytes for each in moved])
         makers_bytes = table([each.makers_bytes for each in moved])
         forward_s = table([each.forward_s for each in moved])
         backward_s = table([each.backward_s for each in moved])
@@ -612,7 +623,9 @@ class LayerStrategies:
         costs = replace(
             _moving(forward_s, backward_s, again),
             saved_bytes=np.where(
-                here & stays, stored_bytes + np.where(remade, 0.0, makers_bytes), 0.0
+                here & stays,
+                stored_bytes + np.where(remade, 0.0, makers_bytes),
+                np.where(saved & stays & again, np.maximum(rest_bytes, 0.0), 0.0),
             ),
             whole_bytes=np.where(first | (saves & own_copy), stored_bytes + makers_bytes, 0.0),
         )
@@ -621,8 +634,24 @@ class LayerStrategies:
         left_out = own.any() or more_bytes.any()
         return costs, BesideCopy(own, more_bytes) if left_out else None
 
-    def _moved(self, edge: TensorFlow) -> _MovedTensor:
-        """Prices the move between two placements, independent of recompute."""
+    def _part_of_the_saver(self, reader: Operator, tensor: Tensor) -> Tensor:
+        """Returns the part of a tensor that its first saver saves, where that runs after a reader.
+
+        A recomputed reader needs the rest of it too.
+        """
+        saver = self.savers.get(tensor.name)
+        names = [operator.name for operator in self.layer.operators]
+        if saver is None or names.index(saver) <= names.index(reader.name):
+            return tensor
+        saved = self.layer.operator(saver).saved
+        return next(each for each in saved if each.name == tensor.name)
+
+    def _moved(self, edge: TensorFlow, kept: Tensor, part: Tensor) -> _MovedTensor:
+        """Prices the move between two placements, independent of recompute.
+
+        kept    what the reader saves of the tensor
+        part    what its first saver saves of it
+        """
         time = edge_time(
             edge, self.alone[edge.reader.name, edge.target, edge.gradient], self.inside
         )
@@ -632,9 +661,10 @@ class LayerStrategies:
         return _MovedTensor(
             time.forward.value_s,
             time.backward.value_s,
-            self.sharding.local_bytes(edge.tensor, where),
+            self.sharding.local_bytes(kept, where),
+            self.sharding.local_bytes(part, where),
             edge.keeps_own_copy(degrees),
-            self.sharding.local_bytes(edge.tensor, edge.source) if edge.kept_twice(degrees) else 0,
+            self.sharding.local_bytes(kept, edge.source) if edge.kept_twice(degrees) else 0,
         )
 
     def _last_link(self, leaves: InputPlacement) -> TensorLink:

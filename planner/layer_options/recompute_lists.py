@@ -45,7 +45,7 @@ def _made(
         sharding=sharding,
         like=sharding,
     )
-    (problem,) = strategies.problems(sharding.boundary)
+    (problem,) = strategies.problems(sharding)
     (front,) = layer_fronts(problem, limits=LIMITS)
     return tuple(
         tuple(

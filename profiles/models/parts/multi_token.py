@@ -9,6 +9,7 @@ operators are not recomputed.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Tensor
@@ -16,6 +17,11 @@ from parplan.profiles.models.parts.block import block_operators
 from parplan.profiles.models.parts.shapes import Shapes, elementwise, linear
 
 MODULE = "mtp"  # the beginning of the names of a module's operators, before its number
+
+
+def is_in_module(operator: str) -> bool:
+    """Returns whether the operator of this name is in a module."""
+    return re.match(rf"{MODULE}\d+\.", operator) is not None
 
 
 def multi_token_operators(x: Tensor, shapes: Shapes) -> tuple[tuple[Operator, ...], list[Tensor]]:

@@ -321,7 +321,7 @@ def test_all_micro_batch_sizes_at_once_have_the_prices_of_each(model, sharding):
     inside = StageAxes(sharding.degrees, MACHINE, TRAINING)
 
     strategies = LayerStrategies(layers, inside, TRAINING, over_data=sharding.data > 1)
-    together = strategies.problems(sharding.boundary)
+    together = strategies.problems(sharding)
 
     for layer, found in zip(layers, together, strict=True):
         alone = layer_problem(layer, sharding, MACHINE, TRAINING)
@@ -345,7 +345,7 @@ def test_an_array_of_prices_has_the_price_of_each_strategy(sharding):
     """The formulas are the same for numbers and for arrays."""
     layers = [build_graph(MODELS["gpt"], TRAINING, size).block for size in (2, 4)]
     inside = StageAxes(sharding.degrees, MACHINE, TRAINING)
-    problems = LayerStrategies(layers, inside, TRAINING).problems(sharding.boundary)
+    problems = LayerStrategies(layers, inside, TRAINING).problems(sharding)
     for layer, problem in zip(layers, problems, strict=True):
         for operator, options, costs in zip(
             layer.operators, problem.options, problem.costs, strict=True

@@ -9,6 +9,7 @@ import pytest
 
 from parplan.commands.options.target_options import TargetOptions
 from parplan.commands.requests.requests import request_of
+from parplan.costmodels.memory.rank_memory import occupied_bytes
 from parplan.costmodels.step import price_step
 from parplan.planner.layer_options.catalogue import catalogue_of
 from parplan.planner.request import Constraints
@@ -21,7 +22,7 @@ from tests.helpers.cases import mostly_slow
 
 ROOMY_BYTES = 1e15  # every strategy fits, so that no layout is left out
 FEW = 4  # blocks, or as few more as a model may have
-LAYOUTS = 4
+LAYOUTS = 2
 PLAIN = ("olmo-2-7b", "minimax-m2")  # norms of queries and keys over all heads
 
 
@@ -54,9 +55,17 @@ def test_ranks_of_a_search_have_the_memory_of_an_estimate(model, stack):
         choice = relaxed and fastest_choice(layout, relaxed, INFINITY, session)
         if choice:
             strategy = session.prices.strategy(layout, choice.columns)
-            price = price_step(strategy, session.book_of(layout, choice))
+            prices = session.book_of(layout, choice)
+            price = price_step(strategy, prices)
             for column, memory in zip(choice.columns, price.memory, strict=True):
-                assert column.memory_bytes == pytest.approx(memory.total, rel=1e-9), layout
+                apart, none = (
+                    occupied_bytes(each, layout.mesh, prices) for each in (memory.apart, 0)
+                )
+                # where the sum of the largest bytes fits, the exact peak is not made
+                assert min(
+                    abs(column.memory_bytes - each)
+                    for each in (memory.total, memory.total + apart - none)
+                ) == pytest.approx(0, abs=1e-9 * memory.total), layout
             checked += 1
         if checked == LAYOUTS:
             return
@@ -71,7 +80,8 @@ def test_options_of_blocks_have_the_bytes_and_seconds_of_their_price(model):
         (layout.of_blocks, layout.micro_batch_size) for layout in session.prices.space.layouts
     }
     keys = {prices.key(layer, 0) for layer in range(1, prices.model.num_layers + 1)}
-    for sharding, size in random.Random(0).sample(sorted(places, key=str), LAYOUTS):
+    some = random.Random(0).sample(sorted(places, key=str), min(LAYOUTS, len(places)))
+    for sharding, size in some:
         for key in keys:
             for option in catalogue_of(prices, constraints, key).options(size, sharding):
                 how = key, size, option.sharding, option.recompute
