@@ -444,7 +444,7 @@ class Catalogue:
 
         def make() -> tuple[LayerOption, ...]:
             ways = EndOptions(kind, micro_batch_size, sharding, self.price_cache)
-            if not self.divides_ends(sharding):
+            if ways.only_megatron or not self.divides_ends(sharding):
                 return (ways.megatron(),)
             others = ways.others(self.problem(micro_batch_size, sharding, kind))
             return (ways.megatron(), *others)

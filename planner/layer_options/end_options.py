@@ -33,6 +33,11 @@ class EndOptions:
         self.price_cache = price_cache
         self.layer = price_cache.layer(kind, 1)
 
+    @property
+    def only_megatron(self) -> bool:
+        """True for a head with modules that predict further tokens: they share one table."""
+        return any(is_in_module(operator.name) for operator in self.layer.operators)
+
     def megatron(self) -> LayerOption:
         """Returns the way of Megatron: the table is divided by vocabulary."""
         kind, b = self.kind, self.micro_batch_size
@@ -52,14 +57,10 @@ class EndOptions:
     def others(self, choices: LayerProblem) -> Iterator[LayerOption]:
         """Yields the ways that no way with the same division of the table equals or beats.
 
-        The values compared are seconds, saved bytes and workspace. No operator is recomputed. A
-        head with modules that predict further tokens has none besides Megatron's: they look tokens
-        up in one table.
+        The values compared are seconds, saved bytes and workspace. No operator is recomputed.
         """
         megatron, sharding = self.megatron(), self.sharding
         operators = self.layer.operators
-        if any(is_in_module(operator.name) for operator in operators):
-            return
         kept = _kept(choices)
         every = np.indices([len(options) for options in kept.options])
         rows = every.reshape(len(operators), -1).T
