@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from parplan.costmodels.keyed_cache import HashedOnce
-from parplan.profiles.elementwise import Number
+from parplan.profiles.elementwise import Number, anywhere
 from parplan.profiles.models.operator_graph import (
     EXPERT_WIDTH,
     EXPERTS_DIM,
@@ -191,7 +191,8 @@ class Sharding(HashedOnce):
         whole = dim == EXPERT_WIDTH and self.etp == 1
         if whole or (operator.whole_where_uneven and self._is_uneven(operator)):
             dim = None
-        inside = megatron_split(operator, dim, sequence_parallel=self.sequence_parallel)
+        by_token = self.sequence_parallel and not self._has_uneven_tokens(operator)
+        inside = megatron_split(operator, dim, sequence_parallel=by_token)
         each = (inside,) * len(self.axes or (self.tp,))
         if dim == EXPERT_WIDTH and self.etp < self.tp:
             outer = megatron_split(operator, None, sequence_parallel=self.sequence_parallel)
@@ -202,6 +203,11 @@ class Sharding(HashedOnce):
         """Returns whether tensor-parallel ranks do not divide the operator's parallel dim."""
         dim = operator.parallel_dim
         return dim is not None and operator.size(dim) % (self.tp * operator.unit(dim)) > 0
+
+    def _has_uneven_tokens(self, operator: Operator) -> bool:
+        """Returns whether tensor-parallel ranks do not divide the tokens, as of some images."""
+        tokens = next((dim.size for dim in operator.dims if dim.name == "sequence"), 0)
+        return anywhere(tokens % self.tp > 0)
 
     def parts(self, operator: Operator, dim_name: str) -> int:
         """The number of parts into which the operator's dim of that name is divided."""

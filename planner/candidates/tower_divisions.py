@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import CandidateSpace
+from parplan.planner.candidates.meshes import PrunedFamilies
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.models.towers import Tower
 from parplan.profiles.stack import Stack, TowerDivision
@@ -25,14 +27,19 @@ def with_tower_divisions(space: CandidateSpace, model: ModelSpec, stack: Stack) 
     """Returns the candidates with each way that the stack has to run the tower of a model."""
     if model.tower is None:
         return space
-    ways = stack.tower_divisions
-    layouts = (
-        each
-        for layout in space.layouts
-        if not (stack.equal_image_parts and uneven_images(layout, model.tower))
-        for each in _divided(layout, model, ways)
-    )
-    return replace(space, layouts=tuple(layouts))
+    layouts: list[ParallelLayout] = []
+    lost = PrunedFamilies()
+    for layout in space.layouts:
+        tokens = uneven_images(layout, model.tower) if stack.equal_image_parts else None
+        if tokens:
+            tp = layout.mesh.tp
+            reason = (
+                f"tp {tp} does not divide the {tokens:,} tokens of an image, so that {stack.name}"
+            )
+            lost.add(f"{reason} cannot run it with sequence parallelism", partial(str, layout.mesh))
+        else:
+            layouts += _divided(layout, model, stack.tower_divisions)
+    return replace(space, layouts=tuple(layouts), pruned=(*space.pruned, *lost))
 
 
 def _divided(
@@ -45,12 +52,13 @@ def _divided(
             return
 
 
-def uneven_images(layout: ParallelLayout, tower: Tower) -> bool:
-    """Returns whether ranks that divide sequences do not divide the tokens of an image."""
+def uneven_images(layout: ParallelLayout, tower: Tower) -> int | None:
+    """Returns the tokens of an image that ranks which divide sequences do not divide, or None."""
     tp = layout.mesh.tp
     if tp == 1 or not layout.sequence_parallel:
-        return False
-    return any(tokens % tp for tokens in (tower.patches, tower.tokens, tower.image_tokens))
+        return None
+    every = (tower.patches, tower.tokens, tower.image_tokens)
+    return next((tokens for tokens in every if tokens % tp), None)
 
 
 def illegal_division(way: TowerDivision, layout: ParallelLayout, model: ModelSpec) -> str | None:

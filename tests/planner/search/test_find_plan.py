@@ -10,6 +10,7 @@ from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes, time_bound
 from parplan.planner.deadline import NEVER
 from parplan.planner.objective import Objective
+from parplan.planner.plan.oom_risk import RiskMargin
 from parplan.planner.plan.plan_file import plan_to_yaml
 from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.ratio_band import plan_shape, ratio_share
@@ -17,7 +18,6 @@ from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
-from parplan.profiles.machines.stack_terms import Residuals, Terms
 from parplan.profiles.models.documents import Documents
 from parplan.profiles.models.fine_tuning import FineTuning
 from parplan.profiles.models.model_catalog import load_model
@@ -254,13 +254,9 @@ def test_runners_up_inside_the_error_band_are_marked_and_no_others(whole):
 
 @pytest.mark.slow
 def test_the_margin_of_the_stack_is_what_a_search_keeps_free(monkeypatch):
-    residuals = Residuals(
-        time_rows=50, time_band=0.001, memory_rows=50, memory_band=0.05, memory_margin=0.6
-    )
-    every = replace(residuals, memory_margin=0.0)
     monkeypatch.setattr(
-        "parplan.planner.plan.error_band.shipped_terms",
-        lambda: Terms(residuals={"all": every, "s": residuals}),
+        "parplan.planner.plan.error_band.default_margin",
+        lambda stack: RiskMargin(share=0.6 if stack == "s" else 0.0, rows=50, stack=stack),
     )
     model, cluster, training = gpt_2_5b_on_16()
 
