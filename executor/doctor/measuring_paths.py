@@ -30,7 +30,8 @@ CASES = {  # sizes of small cases of every kind of timer and count
     "launch": {},
     "allocator": {},
 }
-ON_STAND_IN = ("linear", "transfer", "allocator")  # its operators cost as much as 20 of the CPU's
+# its operators cost as much as 20 of the CPU's
+ON_STAND_IN = ("linear", "transfer", "launch", "allocator")
 BLOCK_ON_STAND_IN = STEP_BLOCK | {
     **{"hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 256},
     **{"batch": 1, "seq": 32},
