@@ -13,7 +13,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.request import Constraints
 from tests.helpers.cases import mostly_slow
 
-REQUESTS = 80
+REQUESTS = 40
 QUICK = (8,)  # about half a second each
 
 

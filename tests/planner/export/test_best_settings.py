@@ -95,19 +95,18 @@ def test_random_settings_of_a_launcher_are_no_faster_than_its_plan(launcher):
 @pytest.mark.parametrize(
     ("launcher", "model", "gpus", "gpu", "num_settings"),
     [
-        ("megatron", "gpt-20b", 64, "a100-80gb", 300),
-        ("megatron", "llama3-70b", 128, "h100-80gb", 200),
-        ("megatron", "mixtral-8x22b", 64, "h100-80gb", 150),
-        ("megatron", "gpt-22b", 8, "a100-80gb", 150),
-        ("megatron", "gpt-7.5b", 16, "v100-32gb", 200),
-        ("torchtitan", "llama3-70b", 128, "h100-80gb", 150),
-        ("torchtitan", "qwen3-30b-a3b", 32, "h100-80gb", 150),
-        ("deepspeed", "gpt-20b", 64, "a100-80gb", 60),
+        ("megatron", "gpt-20b", 64, "a100-80gb", 60),
+        ("megatron", "llama3-70b", 128, "h100-80gb", 40),
+        ("megatron", "mixtral-8x22b", 64, "h100-80gb", 40),
+        ("megatron", "gpt-22b", 8, "a100-80gb", 40),
+        ("megatron", "gpt-7.5b", 16, "v100-32gb", 40),
+        ("torchtitan", "llama3-70b", 128, "h100-80gb", 40),
+        ("torchtitan", "qwen3-30b-a3b", 32, "h100-80gb", 40),
+        ("deepspeed", "gpt-20b", 64, "a100-80gb", 40),
     ],
 )
-@pytest.mark.parametrize("seed", [1, 2])
-def test_no_random_setting_of_many_is_faster(launcher, model, gpus, gpu, num_settings, seed):
-    require_best(launcher, model, gpus, gpu, num_settings, seed)
+def test_no_random_setting_of_many_is_faster(launcher, model, gpus, gpu, num_settings):
+    require_best(launcher, model, gpus, gpu, num_settings, seed=1)
 
 
 def test_what_settings_cannot_say_is_refused():

@@ -557,7 +557,7 @@ def within_limits(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern",
-    mostly_slow(["aabab", "abcab", "adbad", "abbaab", "bcabcb"], {"aabab"}),
+    mostly_slow(["aabab", "abcab", "abbaab"], {"aabab"}),
 )
 def test_parts_that_share_their_ranks_are_those_that_enumeration_finds(pattern):
     training, cuts = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL), set()
@@ -574,7 +574,7 @@ def test_parts_that_share_their_ranks_are_those_that_enumeration_finds(pattern):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["aabab", "adbad", "abbaab"])
+@pytest.mark.parametrize("pattern", ["aabab"])
 @pytest.mark.parametrize(
     "pins",
     [
