@@ -85,7 +85,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part",
         metavar="COMMIT",
-        help="of the selected tests, run the hundredth that a commit id chooses",
+        help="of the selected tests, run the fiftieth that a commit id chooses",
     )
 
 
