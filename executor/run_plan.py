@@ -212,7 +212,8 @@ def _train(
     )
     if speaks:
         compared = isinstance(plan, TracedPlan) or has_even_shards(plan)
-        report.line(table(rows, compared=compared))
+        for line in table(rows, compared=compared):
+            report.line(line)
     if run is not None:
         report.recorded(run)
 

@@ -276,8 +276,8 @@ def _accumulated_gradients(stages: Sequence[nn.Module]) -> Iterator[Tensor | Non
 Row = tuple[tuple[int, int, int], StateBytes, StateBytes]
 
 
-def table(rows: Sequence[Row], *, compared: bool = True) -> str:
-    """Return one line per rank with predicted and measured bytes of each class.
+def table(rows: Sequence[Row], *, compared: bool = True) -> list[str]:
+    """Return the head and one line per rank with predicted and measured bytes of each class.
 
     A line says whether they are equal, unless `compared` is false.
     """
@@ -290,7 +290,7 @@ def table(rows: Sequence[Row], *, compared: bool = True) -> str:
         if not compared:
             verdict = "not compared: dp does not divide the module evenly"
         lines.append(f"{pp:>2} {dp:>2} {tp:>2}  {cells}  {verdict}")
-    return "\n".join(lines)
+    return lines
 
 
 def _classes(states: StateBytes) -> tuple[int, int, int]:

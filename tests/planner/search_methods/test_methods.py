@@ -76,14 +76,13 @@ def on_pools(seed: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, pytest.param(5, marks=pytest.mark.slow)])
-def test_exhaustive_search_over_pools_ends_with_the_proven_optimum(seed):
-    reference = run_method("ours", on_pools(seed), math.inf)
+def test_exhaustive_search_over_pools_ends_with_the_proven_optimum():
+    reference = run_method("ours", on_pools(3), math.inf)
 
-    found = run_method("exhaustive", on_pools(seed), math.inf)
+    found = run_method("exhaustive", on_pools(3), math.inf)
 
     assert found.ended
-    assert found.step_s >= reference.bound_s * (1 - 1e-6)
+    assert found.step_s >= reference.bound_s - 1e-6  # as a plan states it
     assert found.step_s <= reference.step_s * (1 + 1e-6)
 
 
