@@ -1,4 +1,4 @@
-"""The best mix for every way to place the blocks of a rank (EQUATIONS O6).
+"""The best mix for every way to place the blocks of a rank (EQUATIONS O3, O6).
 
 In the best mix compute takes as long as copies.
 

@@ -57,12 +57,19 @@ def test_features_split_over_tp_and_tokens_only_under_sequence_parallelism(
     assert sharding.tensor_bytes(norm, norm.inputs[0]) == norm.inputs[0].num_bytes // token_degree
 
 
+def test_tokens_that_ranks_do_not_divide_are_whole_on_each_of_them():
+    norm = operator("norm1")
+    uneven = Sharding(tp=3, sequence_parallel=True)
+
+    assert uneven.tensor_bytes(norm, norm.inputs[0]) == norm.inputs[0].num_bytes
+    assert TP4_SP.tensor_bytes(norm, norm.inputs[0]) == norm.inputs[0].num_bytes // 4
+
+
 def test_a_tensor_that_does_not_divide_is_rounded_up():
     norm = operator("norm1")
+    tokens = norm.inputs[0]
 
-    assert Sharding(tp=3, sequence_parallel=True).tensor_bytes(norm, norm.inputs[0]) == -(
-        -norm.inputs[0].num_bytes // 3
-    )
+    assert Sharding(tp=3).local_bytes(tokens, ("sequence",)) == -(-tokens.num_bytes // 3)
 
 
 def test_a_matmul_sees_every_token_and_its_share_of_the_split_dim():
