@@ -640,8 +640,7 @@ class LayerStrategies:
         A recomputed reader needs the rest of it too.
         """
         saver = self.savers.get(tensor.name)
-        names = [operator.name for operator in self.layer.operators]
-        if saver is None or names.index(saver) <= names.index(reader.name):
+        if saver is None or self.index[saver] <= self.index[reader.name]:
             return tensor
         saved = self.layer.operator(saver).saved
         return next(each for each in saved if each.name == tensor.name)

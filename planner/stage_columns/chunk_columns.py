@@ -38,7 +38,12 @@ from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import AnyEnds
 from parplan.planner.stage_columns.mix_prices import MixPrices, PricedMixes
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn, unbeaten_rows
+from parplan.planner.stage_columns.stage_column import (
+    Mix,
+    RankTimeLimit,
+    StageColumn,
+    unbeaten_rows,
+)
 from parplan.planner.stage_columns.stage_prices import end_kinds, tied_ends, unbeaten_ends
 from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
@@ -242,6 +247,10 @@ class LocatedColumns(ABC):
             with_tied=price_cache.counts_tied(self.layout.mesh),
         )
 
+    def _ordered(self, mix: Mix) -> Mix:
+        """Returns the blocks of a column in the order in which its bytes were counted."""
+        return mix
+
     def _column(
         self,
         mixes: ChunkMixes,
@@ -252,8 +261,10 @@ class LocatedColumns(ABC):
     ) -> StageColumn:
         row, location = cell
         needed = float(mixes.needed(np.array([row]), np.array([location]))[0])
+        column = self.compute.column(priced, int(rows[row]))
         return replace(
-            self.compute.column(priced, int(rows[row])),
+            column,
+            mix=self._ordered(column.mix),
             time_s=time_s,
             tail_s=float(mixes.costs.once_s[location]) + float(priced.tail_s[rows[row]]),
             plain_s=time_s,
@@ -279,19 +290,10 @@ class ChunkColumns(LocatedColumns):
         options = self.table.placed(self.layout, self.rank, self.zero)
         return widest_first(lean_mixes(options, num_blocks, self.layout.virtual_stages))
 
-    def _column(
-        self,
-        mixes: ChunkMixes,
-        priced: PricedMixes,
-        rows: Ints,
-        cell: tuple[int, int],
-        time_s: float,
-    ) -> StageColumn:
-        column = super()._column(mixes, priced, rows, cell, time_s)
-        if any(option.host_bytes for option, _ in column.mix):
-            return column
-        widest = sorted(column.mix, key=lambda each: -each[0].workspace_bytes)
-        return replace(column, mix=tuple(widest))
+    def _ordered(self, mix: Mix) -> Mix:
+        if any(option.host_bytes for option, _ in mix):
+            return mix
+        return tuple(sorted(mix, key=lambda each: -each[0].workspace_bytes))
 
     def _homes(self, num_blocks: int) -> Iterator[tuple[LocationCosts, Tensors]]:
         """Yields the costs of locations, for each way to divide the weights."""
@@ -379,10 +381,8 @@ class ChunkColumns(LocatedColumns):
         usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
         columns: list[StageColumn] = []
         pure = self._pure(num_blocks)
-        allocated, workspace = (
-            self._in_blocks(self.compute.priced(pure, self.zero)),
-            pure.workspace_bytes,
-        )
+        allocated = self._in_blocks(self.compute.priced(pure, self.zero))
+        workspace = pure.workspace_bytes
         least = float((allocated - workspace).min() + workspace.min())
         ends = np.linspace(least, float(allocated.max()), STEPS)
         begins = np.insert(ends, 0, ends[0])[::-1]
